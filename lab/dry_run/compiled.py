@@ -193,8 +193,12 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
     value = VALUE.search(printed)
     if refusal is None and value is None:
         raise RuntimeError(f"nvcc did not come to the end of {name}: {printed.strip()}")
-    needed = int(value[1]) if value else None
-    return Compiled(name, refusal or _too_much(shape.capability, needed), needed, seconds)
+    needed, family = int(value[1]) if value else None, family_of(shape.capability)
+    assert family is not None
+    most = family.shared_memory_kib * 1024
+    if refusal is None and needed is not None and needed > most:
+        refusal = f"it needs {needed} bytes of shared memory, and {sm_name(shape.capability)} has {most}"
+    return Compiled(name, refusal, needed, seconds)
 
 
 def _assertion(error: re.Match[str]) -> str:
@@ -206,15 +210,6 @@ def _assertion(error: re.Match[str]) -> str:
     elif "exactDiv" in statement:
         words = f"not exact: {statement}"
     return f"{path.name}:{error['line']}: {words}"
-
-
-def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
-    family = family_of(capability)
-    assert family is not None
-    most = family.shared_memory_kib * 1024
-    if needed_bytes is None or needed_bytes <= most:
-        return None
-    return f"it needs {needed_bytes} bytes of shared memory, and {sm_name(capability)} has {most}"
 
 
 @functools.cache

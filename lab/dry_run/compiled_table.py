@@ -21,7 +21,6 @@ import torch
 
 from lab.dry_run import build, sweep_calls
 from lab.dry_run.compiled import Compiled, Shape, compiled
-from lab.dry_run.sweep_axes import CONTEXT, DECODE, MLA_DECODE
 from lab.files import write_text
 from lab.gpus import sm_name
 from lab.kernels.support import why_not
@@ -67,14 +66,14 @@ def judged(shape: Shape) -> str | None:
     if shape.kernel is XQA_MLA:
         sizes |= {"heads": shape.group, "dims": (shape.head_dim - MLA_ROPE, MLA_ROPE)}
         given["block_tables"] = torch.zeros(1, 128, dtype=torch.int32)
-        call = sweep_calls.mla_decode(MLA_DECODE.default | sizes)
+        call = sweep_calls.mla_decode(sweep_calls.MLA_DECODE.default | sizes)
     else:
         sizes |= {"head_dim": shape.head_dim, "group": shape.group, "num_kv_heads": 1, "cache": "stacked HND"}
         if shape.kernel is FMHA_V2:
             del given["backend"]
-            call = sweep_calls.context(CONTEXT.default | sizes)
+            call = sweep_calls.context(sweep_calls.CONTEXT.default | sizes)
         else:
-            call = sweep_calls.decode(DECODE.default | sizes | {"window_left": 3 if shape.window else -1})
+            call = sweep_calls.decode(sweep_calls.DECODE.default | sizes | {"window_left": 3 if shape.window else -1})
     return why_not(shape.kernel, shape.capability, replace(call, **given).problem())
 
 
@@ -92,20 +91,19 @@ def record(folder: Path, report: Callable[[str], None] = print) -> None:
 
 
 def read(path: Path) -> tuple[JudgedShape, ...]:
-    return tuple(_read(row) for row in json.loads(path.read_text())["rows"])
+    found = []
+    for row in json.loads(path.read_text())["rows"]:
+        verdicts, sentence = tuple(Compiled(**each) for each in row.pop("verdicts")), row.pop("why_not")
+        q, kv, out = (sweep_calls.DTYPES[name] for name in row.pop("dtypes"))
+        kernel, (major, minor) = KERNELS[row.pop("kernel")], row.pop("capability")
+        found.append(JudgedShape(Shape(kernel, (major, minor), (q, kv, out), **row), verdicts, sentence))
+    return tuple(found)
 
 
 def written(row: JudgedShape) -> dict[str, Any]:
     named = {"kernel": row.shape.kernel.name, "dtypes": [NAMES[dtype] for dtype in row.shape.dtypes]}
     verdicts = {"verdicts": [asdict(each) for each in row.verdicts], "why_not": row.why_not}
     return vars(row.shape) | named | verdicts
-
-
-def _read(row: dict[str, Any]) -> JudgedShape:
-    verdicts, sentence = tuple(Compiled(**each) for each in row.pop("verdicts")), row.pop("why_not")
-    q, kv, out = (sweep_calls.DTYPES[name] for name in row.pop("dtypes"))
-    kernel, (major, minor) = KERNELS[row.pop("kernel")], row.pop("capability")
-    return JudgedShape(Shape(kernel, (major, minor), (q, kv, out), **row), verdicts, sentence)
 
 
 def _words(shape: Shape) -> str:

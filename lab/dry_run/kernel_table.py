@@ -9,14 +9,20 @@ launcher of a later FlashInfer reads flags that this table does not have; `heade
 """
 
 import argparse
+import enum
 import functools
 import lzma
 import os
 import re
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
+
+import torch
+
+from lab.calls.problem import E4M3
 
 HEADER_NAME = "flashInferMetaInfo.h"
 FACTS = "trtllm_gen_kernels.txt.xz"
@@ -25,6 +31,50 @@ STRUCT = "TllmGenFmhaKernelMetaInfo"
 WITHOUT_FACTS = ("mCubin", "mCubinSize", "sha256", "mReserved1", "mReserved2")
 DATA_TYPE = "DATA_TYPE_"
 NO_MACHINE_CODE = '"' + 64 * "0" + '"'
+
+
+class MaskType(enum.IntEnum):
+    """The masks of trtllm-gen's kernels: FlashInfer's `TrtllmGenAttentionMaskType` (`fmhaRunnerParams.h`)."""
+
+    DENSE = 0
+    CAUSAL = 1
+    SLIDING_OR_CHUNKED_CAUSAL = 2
+    CUSTOM = 3
+
+
+DTYPES = {
+    "DATA_TYPE_FP16": torch.float16,
+    "DATA_TYPE_BF16": torch.bfloat16,
+    "DATA_TYPE_E4M3": E4M3,
+    "DATA_TYPE_E2M1": torch.uint8,  # two NVFP4 elements per byte
+}
+CONTEXT = 0  # FmhaKernelType::Context
+PAGED = 2  # QkvLayout::PagedKv
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """The properties of a trtllm-gen kernel that determine what it computes, read from its row of the kernel table."""
+
+    name: str  #: name under which the kernel is launched
+    dtypes: Mapping[
+        str, torch.dtype
+    ]  #: of the elements of "Q", "K", "V" and "O"; uint8 is NVFP4, two elements per byte
+    #: head_dim of the query and K, and of V and the output
+    head_dim_qk: int
+    head_dim_v: int
+    mask: MaskType  #: the mask in the kernel's name. A generation kernel is causal even if its name says dense.
+    is_context: bool  #: True for the context phase, False for generation (decode calls)
+    is_paged: bool  #: K and V are paged
+    is_sparse: bool  #: the kernel reads only selected keys
+
+    @property
+    def sees_all_keys(self) -> bool:
+        return self.is_context and self.mask is MaskType.DENSE
+
+    @property
+    def has_window(self) -> bool:
+        return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
 
 
 @dataclass(frozen=True)
@@ -99,6 +149,29 @@ def newest() -> KernelTable:
         return recorded()
     folder = str(installed.locate_file("flashinfer_cubin"))
     return parsed(header_text(Path(folder)), f"flashinfer-cubin {installed.version}")
+
+
+@functools.cache
+def kernel_facts(name: str) -> KernelFacts:
+    """Return the properties of the kernel with this name. Raises KeyError for an unknown name or dtype."""
+    table, rows = _newest()
+    row = table.row(rows[name])
+    return KernelFacts(
+        name,
+        dtypes={side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"},
+        head_dim_qk=int(row["mHeadDimQk"]),
+        head_dim_v=int(row["mHeadDimV"]),
+        mask=MaskType(int(row["mMaskType"])),
+        is_context=int(row["mKernelType"]) == CONTEXT,
+        is_paged=int(row["mQkvLayout"]) == PAGED,
+        is_sparse=int(row["mSparseAttn"]) != 0,
+    )
+
+
+@functools.cache
+def _newest() -> tuple[KernelTable, dict[str, int]]:
+    table = newest()
+    return table, {name.strip('"'): index for index, name in enumerate(table.columns["mFuncName"])}
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:

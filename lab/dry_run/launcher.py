@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from lab.dry_run import build, kernel_table
-from lab.dry_run.arithmetic import compute
-from lab.dry_run.host_memory import HostMemory
+from lab.dry_run.arithmetic import HostMemory, compute
 from lab.dry_run.launches import Launch, events
 from lab.gpus import Capability, family_that_runs
 

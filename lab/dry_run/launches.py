@@ -161,11 +161,10 @@ def _tensor_map(member: str, given: dict[str, Any]) -> TensorMap:
 
 
 def _params(given: dict[str, Any]) -> KernelParams:
-    values = {_spelled(name): value for name, value in given.items() if not name.startswith("tma")}
+    # FlashInfer's names in snake case: "mBatchSize" becomes "batch_size"
+    word = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    members = {name: value for name, value in given.items() if not name.startswith("tma")}
+    values = {re.sub(word, "_", re.sub(r"^m(?=[A-Z])", "", name)).lower(): value for name, value in members.items()}
     known = {each.name for each in fields(KernelParams)} - {"others"}
     others = tuple((name, value) for name, value in values.items() if name not in known)
     return KernelParams(**{name: values.get(name) for name in known}, others=others)  # type: ignore[arg-type]
-
-
-def _spelled(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()

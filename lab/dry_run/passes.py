@@ -26,8 +26,8 @@ from lab.dry_run.machine import Machine, machine
 from lab.gpus import family_of
 from lab.kernels import prepare, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
-from lab.kernels.support import Kernel, portable, why_not
-from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.kernels.support import portable, why_not
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -159,10 +159,15 @@ def dry_run(
                 on = stack.enter_context(machine(gpu_name))
             except build.NotBuiltError as error:
                 reason = str(error)
-        passes = tuple(DryPass(name, case, _calls_of(case, gpu, on)) for name, case in cases)
+        passes = []
+        for name, case in cases:
+            forward, noted = _unwritten_pass(case), _NotedCalls(gpu, on)
+            out = forward.query.new_empty((len(forward.query), *case.out_shape))
+            forward.prepare(noted, **forward.arguments(out))
+            passes.append(DryPass(name, case, tuple(noted.calls)))
     if on is None:
-        return DryRun(gpu, None, False, reason, passes)
-    return DryRun(gpu, on.launcher.table.source, bool(on.table_lacks), None, passes)
+        return DryRun(gpu, None, False, reason, tuple(passes))
+    return DryRun(gpu, on.launcher.table.source, bool(on.table_lacks), None, tuple(passes))
 
 
 def _why_no_launcher(gpu: Gpu) -> str | None:
@@ -170,14 +175,6 @@ def _why_no_launcher(gpu: Gpu) -> str | None:
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {gpu.name} does not run"
     return build.why_not_built()
-
-
-def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tuple[DryCall, ...]:
-    forward = _unwritten_pass(case)
-    noted = _NotedCalls(gpu, on)
-    out = forward.query.new_empty((len(forward.query), *case.out_shape))
-    forward.prepare(noted, **forward.arguments(out))
-    return tuple(noted.calls)
 
 
 class _NotedCalls:
@@ -194,7 +191,11 @@ class _NotedCalls:
         return partial(self._prepare, AttentionCall(name.removeprefix("prepare_")))
 
     def _prepare(self, call: AttentionCall, **arguments: Any) -> Callable[[], object]:
-        kernel = self._kernel_for(call)
+        family = family_of(self._capability)
+        if family is not None and family.trtllm_backend is not None:
+            kernel = trtllm.kernel_for(call, self._capability)
+        else:
+            kernel = next(kernel for kernel in portable.KERNELS if call in kernel.calls)
         arguments["workspace_buffer"] = self._workspace
         refusal = why_not(kernel, self._capability, CALL_TYPES[call](**arguments).problem())
         launches: tuple[Launch, ...] = ()
@@ -209,12 +210,6 @@ class _NotedCalls:
         self.calls.append(DryCall(call.value, kernel.name, launches, refusal, failure))
         return lambda: None
 
-    def _kernel_for(self, call: AttentionCall) -> Kernel:
-        family = family_of(self._capability)
-        if family is not None and family.trtllm_backend is not None:
-            return trtllm.kernel_for(call, self._capability)
-        return next(kernel for kernel in portable.KERNELS if call in kernel.calls)
-
 
 def _unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     """Return the forward pass of a case, without contents in query and cache, and without expected outputs."""
@@ -223,32 +218,31 @@ def _unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     if case.window_left >= 0:
         requests.evict(case.window_left)
     batch = requests.batch(case.mode, case.num_padding_rows)
-    rows = batch.num_tokens
     if isinstance(case, MLACase):
-        query = torch.empty(rows, case.num_qo_heads, case.head_dim, dtype=case.dtype)
-        latent_layer, latent = new_mla_layer(case, torch.Generator()), _unwritten_entries(case, pool)
-        if case.is_sparse:
-            own = case.backend().build_metadata(batch, pool)
-            chosen = torch.full((len(own.seq_lens), case.index_topk or 0), -1, dtype=torch.int32)
-            return SparseMLAPass(case, pool, batch, own, latent_layer, latent, query, (), chosen)
-        mla = build_mla_decode_metadata(batch, pool, case.attention)
-        return MLAPass(case, pool, batch, mla, latent_layer, latent, query, ())
-    query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
+        return _unwritten_mla_pass(case, pool, batch)
+    query = torch.empty(batch.num_tokens, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
     metadata, layer = case.backend().build_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
-    return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, ())
-
-
-def _unwritten_entries(case: MLACase, pool: KVPool) -> Any:
-    if case.compress_ratio is None:
-        return PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
-    empty = DSV4Cache.over(pool, 0, case.kv_dtype, case.compress_ratio)
-    return replace(empty, storage=empty.storage.new_empty(len(empty.storage), case.head_dim))
-
-
-def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)
     axes = page if case.layout is KVLayout.NHD else page[::-1]
     storage = torch.empty(2, num_pages, *axes, stored_width(case), dtype=case.kv_dtype)
-    return with_scale_factors(case, PagedKVCache(storage, case.layout))
+    cache = with_scale_factors(case, PagedKVCache(storage, case.layout))
+    return ForwardPass(case, pool, batch, metadata, layer, cache, query, ())
+
+
+def _unwritten_mla_pass(case: MLACase, pool: KVPool, batch: ForwardBatch) -> MLAPass:
+    query = torch.empty(batch.num_tokens, case.num_qo_heads, case.head_dim, dtype=case.dtype)
+    layer = new_mla_layer(case, torch.Generator())
+    cache: Any
+    if case.compress_ratio is None:
+        cache = PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
+    else:
+        empty = DSV4Cache.over(pool, 0, case.kv_dtype, case.compress_ratio)
+        cache = replace(empty, storage=empty.storage.new_empty(len(empty.storage), case.head_dim))
+    if case.is_sparse:
+        own = case.backend().build_metadata(batch, pool)
+        chosen = torch.full((len(own.seq_lens), case.index_topk or 0), -1, dtype=torch.int32)
+        return SparseMLAPass(case, pool, batch, own, layer, cache, query, (), chosen)
+    metadata = build_mla_decode_metadata(batch, pool, case.attention)
+    return MLAPass(case, pool, batch, metadata, layer, cache, query, ())

@@ -69,9 +69,8 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 def _is_same(dry_pass: DryPass, names: tuple[str, ...]) -> bool:
     launched = {short_name(launch) for call in dry_pass.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
-    return all(any(name in other for other in seen) for name in launched) and all(
-        any(name in other for name in launched) for other in seen
-    )
+    found = {(name, other) for name in launched for other in seen if name in other}
+    return {name for name, _ in found} == launched and {other for _, other in found} == set(seen)
 
 
 def _on_the_gpu(profiled: Profiled, each: DryPass) -> Cell:
@@ -121,18 +120,16 @@ def _of_launches(each: DryPass, in_words: Callable[[Launch], str]) -> str:
 
 
 def _refused(run: DryRun, each: DryPass) -> Cell:
-    reasons = [call.refusal or _failure(run, call.failure) for call in each.calls]
-    return words("; ".join(filter(None, reasons)), "refused")
-
-
-def _failure(run: DryRun, failure: str | None) -> str | None:
-    if failure is None:
-        return None
-    if "Missing TRTLLM-GEN kernel" not in failure:
-        return f"FlashInfer's launcher refuses it, and lab.kernels.support does not: {failure}"
-    return f"no kernel in the table of {run.table}" + (
-        ", which is older than the launcher" if run.table_is_older else ""
-    )
+    reasons = []
+    for call in each.calls:
+        if call.refusal is not None:
+            reasons.append(call.refusal)
+        elif call.failure is not None and "Missing TRTLLM-GEN kernel" in call.failure:
+            older = ", which is older than the launcher" if run.table_is_older else ""
+            reasons.append(f"no kernel in the table of {run.table}{older}")
+        elif call.failure is not None:
+            reasons.append(f"FlashInfer's launcher refuses it, and lab.kernels.support does not: {call.failure}")
+    return words("; ".join(reasons), "refused")
 
 
 def short_name(launch: Launch) -> str:

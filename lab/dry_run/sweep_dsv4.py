@@ -1,4 +1,4 @@
-"""Define the axes of DeepSeek-V4's call in the sweep, make the calls that points describe (see `lab.dry_run.sweep_axes`), and
+"""Define the axes of DeepSeek-V4's call in the sweep, make the calls that points describe (see `lab.dry_run.sweep_calls`), and
 find pools that a launch misreads.
 
 The address of `sparse_indices` is not varied: the lab refuses an address that is not a multiple of 16 bytes, and the launcher
@@ -15,8 +15,7 @@ from lab.calls.dsv4_decode import TwoPools
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.checks.parameters.covering import Model, Point
 from lab.dry_run.launches import TensorMap
-from lab.dry_run.sweep_axes import SOFTMAX_AXES
-from lab.dry_run.sweep_calls import DTYPES, amount, offsets_of, query_of, scales_of, strided
+from lab.dry_run.sweep_calls import DTYPES, SOFTMAX_AXES, amount, offsets_of, query_of, scales_of, strided
 
 AXES: dict[str, Sequence[Any]] = {
     "dtypes": (

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model, Point
-from lab.dry_run import sweep_axes, sweep_calls, sweep_dsv4, sweep_ragged
+from lab.dry_run import sweep_calls, sweep_dsv4, sweep_ragged
 
 PAGED_BASES: tuple[Point, ...] = (
     {},
@@ -31,15 +31,15 @@ class SweptCall:
 
 SWEPT: Mapping[AttentionCall, SweptCall] = {
     AttentionCall.DECODE: SweptCall(
-        sweep_axes.DECODE, (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}), sweep_calls.decode
+        sweep_calls.DECODE, (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}), sweep_calls.decode
     ),
     AttentionCall.CONTEXT: SweptCall(
-        sweep_axes.CONTEXT,
+        sweep_calls.CONTEXT,
         (*PAGED_BASES, {"head_dim": 80, "q_len": 64}, {"q_len": 150, "causal": False}),
         sweep_calls.context,
     ),
     AttentionCall.MLA_DECODE: SweptCall(
-        sweep_axes.MLA_DECODE,
+        sweep_calls.MLA_DECODE,
         (
             {},
             {"dims": (256, 64), "heads": 32},

@@ -1,5 +1,5 @@
 """Define the axes of the ragged context call in the sweep, and make the calls that points describe (see
-`lab.dry_run.sweep_axes`).
+`lab.dry_run.sweep_calls`).
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,18 @@ import torch
 from lab.calls import RaggedContextCall
 from lab.calls.problem import E4M3
 from lab.checks.parameters.covering import Constraint, Model, Point
-from lab.dry_run.sweep_axes import OUTS, SOFTMAX_AXES, WINDOW_IS_CAUSAL
-from lab.dry_run.sweep_calls import DTYPES, amount, offsets_of, query_of, results_of, scales_of, strided
+from lab.dry_run.sweep_calls import (
+    DTYPES,
+    OUTS,
+    SOFTMAX_AXES,
+    WINDOW_IS_CAUSAL,
+    amount,
+    offsets_of,
+    query_of,
+    results_of,
+    scales_of,
+    strided,
+)
 
 AXES: dict[str, Sequence[Any]] = {
     "dtypes": (

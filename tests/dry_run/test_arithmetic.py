@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
-from lab.dry_run.kernel_facts import MaskType, kernel_facts
+from lab.dry_run.arithmetic import HostMemory, UnsoundLaunchError
+from lab.dry_run.kernel_table import MaskType, kernel_facts
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lab.calls.problem import PagedAttention
-from lab.dry_run.host_memory import UnsoundLaunchError
+from lab.dry_run.arithmetic import UnsoundLaunchError
 from lab.dry_run.machine import machine
 from lab.kernels import flashinfer_call, trtllm
 from lab.metadata.engine.forward_mode import ForwardMode

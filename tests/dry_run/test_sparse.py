@@ -11,7 +11,7 @@ from lab.calls import AttentionCall
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties.mla_modes import two_pool_cases
-from lab.dry_run.host_memory import UnsoundLaunchError
+from lab.dry_run.arithmetic import UnsoundLaunchError
 from lab.dry_run.launches import Launch
 from lab.dry_run.machine import machine
 from lab.dry_run.passes import dry_run
