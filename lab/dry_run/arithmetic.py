@@ -97,16 +97,14 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute the attention and the LSE of a call's launches, in order, and write them into the call's tensors. A split over
-    keys is computed in one step: partial outputs are not written.
+    """Compute the attention and the LSE of a call's launches, in order, and write them into the call's tensors.
 
     The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
     and issue 2883). The LSE of such a row is minus infinity for generation kernels (the same sources), and is not written for
     other kernels.
 
     Raises:
-        UnsoundLaunchError: a launch would access memory outside the call's tensors, or two of its arguments contradict each
-            other.
+        UnsoundLaunchError: a launch accesses memory outside the call's tensors, or two of its arguments contradict each other.
         NotImplementedError: a launch uses a feature that this module does not compute.
         KeyError: the kernel table has no kernel with the launch's name.
     """

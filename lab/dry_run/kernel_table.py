@@ -217,7 +217,7 @@ def header_text(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Convert flashinfer-cubin's kernel table to the file in which the lab keeps it (`python -m lab.dry_run.kernel_table`)."""
+    """Convert flashinfer-cubin's kernel table to the file in which the lab keeps it."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")

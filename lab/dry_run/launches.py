@@ -31,11 +31,9 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class KernelParams:
-    """The members of FlashInfer's `KernelParams` (kernelParams.h) that the lab and its tests read.
+    """The members of FlashInfer's `KernelParams` (kernelParams.h), in snake case without the prefix m.
 
-    Names are FlashInfer's in snake case without the prefix m: `ptr_o` is FlashInfer's `ptrO`, and `batch_size` its
-    `mBatchSize`. A member that the installed FlashInfer's struct does not have is None. `others` has (name, value) of all other
-    members.
+    A member that the installed FlashInfer's struct does not have is None. `others` has (name, value) of all other members.
     """
 
     sizeof: int  #: size of the struct in bytes

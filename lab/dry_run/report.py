@@ -26,9 +26,7 @@ Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return, by scenario, the names of the kernels that `lab.kernels.trtllm` launched in a recorded run of
-    `lab bench --lab-clock cupti`. Raises RecordedFileError if the file is not a recorded run, or names no such kernels.
-    """
+    """Return, by scenario, the kernels of a run that was recorded with CUPTI. Raises RecordedFileError."""
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
     if not found:

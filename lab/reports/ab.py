@@ -1,11 +1,4 @@
-"""Time two kernels, or one kernel with two settings, in one process on this GPU, with samples that take turns.
-
-::
-
-    lab ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
-    lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
-        --against draft_extend_v2/llama-3.1-8b/64q4s4k
-"""
+"""Time two kernels, or one kernel with two settings, in one process on this GPU, with samples that take turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +19,7 @@ from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two sides of `lab ab`: a forward pass or recorded call, the kernel that ran it, and its measured time."""
+    """A scenario or recorded call with the kernel that ran it and its time."""
 
     scenario: str  #: name of the scenario, or address of the recorded call
     module: str  #: name of the kernel's module
@@ -42,12 +35,10 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes or recorded calls on this GPU with interleaved samples. Compare the outputs with the
-    reference before and after the samples.
+    """Time two forward passes or recorded calls on this GPU, and compare their outputs with the reference before and after.
 
     Args:
         names: for each side, the name of the scenario or address of the recorded call, and the name of the kernel's module.
-        num_samples: number of samples of each side.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:

@@ -1,6 +1,4 @@
-"""Show the results of `lab.budget`: a table of the errors that quantisation and a right kernel make, or the answer whether a
-failed test shows a bug.
-"""
+"""Show the results of `lab.budget`: a table of errors, or the answer whether a failed test shows a bug."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

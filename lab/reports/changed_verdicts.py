@@ -1,11 +1,7 @@
 """Compare two reports of the judge: list the cases that are newly wrong, newly declined (refused by the kernel) or repaired.
 
-    lab compare BEFORE.json AFTER.json
-
-The two reports may be from two releases of a package, two commits, two GPUs or two kernels. A case of one report is compared
-with the case of the other report that has the same check, function and parameters. Both reports have the same cases only if
-they were judged at the same level, on the same ranges of parameters and with the same seed. A report of the judge has no times;
-`lab.reports.compare` compares the times of recorded runs.
+The reports may be from two releases of a package, two commits, two GPUs or two kernels. A case of one report is compared with
+the case of the other report that has the same check, function and parameters.
 
 Exit status, the first that holds:
     2    a file is not a report of the judge
@@ -14,8 +10,7 @@ Exit status, the first that holds:
     0    otherwise
 
 A few cases that only one report has do not change the exit status: check K18 (combinations) chooses some cases by the values
-that a kernel accepts. Reports from different devices or kernels are compared, and the lines above the table name the
-difference.
+that a kernel accepts.
 """
 
 import os

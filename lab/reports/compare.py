@@ -1,15 +1,10 @@
 """Compare recorded runs, or two implementations or settings within one run, in a table with the changed rows first.
 
-    lab compare BEFORE.json AFTER.json
-    lab compare BEFORE_RUNS/ AFTER_RUNS/
-    lab compare RUN.json --by implementation lab.kernels.portable lab.kernels.trtllm
-
-A folder holds repeated runs of one side. A row of BEFORE is compared with the row of AFTER that has the same scenario,
-implementation, page size, dtypes, clock and state of L2. Driver, versions and commit may differ. Runs with different GPUs,
-power limits or maximum clocks are not compared. Two rows are refused if they were measured by different methods, did different
-work or ran at different GPU clocks. A limit of the GPU, such as its power limit, can cause a verdict, and then the verdict
-becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if the clocks of BEFORE were limited, and SAME if the clocks
-of one side were limited and the SM clocks differ.
+A row of BEFORE is compared with the row of AFTER that has the same scenario, implementation, page size, dtypes, clock and state
+of L2. Driver, versions and commit may differ. Runs with different GPUs, power limits or maximum clocks are not compared. Two
+rows are refused if they were measured by different methods, did different work or ran at different GPU clocks. A limit of the
+GPU, such as its power limit, can cause a verdict, and then the verdict becomes UNSURE: SLOWER if the clocks of AFTER were
+limited, FASTER if the clocks of BEFORE were limited, and SAME if the clocks of one side were limited and the SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -18,11 +13,8 @@ Exit status, the first that holds:
     125  a row was refused
     0    otherwise
 
-So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row that only one side has is listed but does
-not change the exit status, because an implementation may not support a scenario.
-
-pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` works on the same rows and exits with 1; it
-compares only medians and refuses no rows.
+Within one run (--by) a row that only one side has is listed but does not change the exit status, because an implementation may
+not support a scenario.
 """
 
 import os
@@ -71,7 +63,7 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 
 class NotComparableError(ValueError):
-    """Two recordings must not be compared; the message says why, such as the field that differs and both values."""
+    """Two recordings must not be compared; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +82,11 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths, or with `by` the rows of one run that have either value of a field.
+    """Compare the recorded runs of two paths, each a file or a folder of repeated runs.
 
     Args:
-        before, after: path of a recorded run, or of a folder of repeated runs. If `by` is given, `after` must be None.
-        by: the field and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
-        rule: decides when a row is SLOWER, FASTER, the SAME or UNSURE.
+        by: compare the rows of one run instead: a field and its two values, such as ("implementation", "lab.kernels.portable",
+            "lab.kernels.trtllm"). `after` must then be None.
         strict: an UNSURE row also gives exit status 1.
 
     Raises:

@@ -1,6 +1,4 @@
-"""Show the result of `lab invariance`: for each factor, such as the page size or the other requests of a batch, whether the
-bits of a kernel's outputs depend on it.
-"""
+"""Show the result of `lab invariance`: for each factor, whether the bits of a kernel's outputs depend on it."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,4 @@
-"""Read recorded files: benchmarks, reports of the judge, and experiments.
-
-The content of a file, not its name, determines its kind. A file that pytest-benchmark wrote becomes a `RecordedRun`.
-"""
+"""Read recorded files: benchmarks, reports of the judge, and experiments. A file's content determines its kind."""
 
 import functools
 import math

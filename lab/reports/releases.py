@@ -72,7 +72,6 @@ def releases_report(
     """Return a table of findings with one column per release, in the order of `paths`.
 
     Args:
-        paths: reports of the judge, the oldest release first.
         package: the package whose version, in a report's environment, is the release.
         findings: a Markdown page, each of whose headings like "## 1. ..." has a row, even if no report cites it.
 

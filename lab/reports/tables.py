@@ -108,11 +108,8 @@ def make_table(
 ) -> Table:
     """Make a table with one row per record. Columns that are empty in every row are omitted.
 
-    Args:
-        columns: by heading, a function that returns a record's cell.
-        name, caption, left_out: as in `Table`.
-        say_once: headings of columns that are moved to `Table.common` if every row has the same text. None means all columns,
-            if there are at least two records.
+    A column whose heading is in `say_once` is moved to `Table.common` if every row has the same text. None means all columns,
+    if there are at least two records.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
@@ -266,8 +263,8 @@ class TableReport:
     title: str = ""  #: the first line; in Markdown, a heading
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Write the report as JSON to the file `json_to` and as Markdown to the file `markdown_to`; "-" is the standard output,
-        and None writes no file. Print it to the terminal too, unless the standard output has the JSON or the Markdown.
+        """Write the report as JSON and as Markdown to these files, where "-" is the standard output. Print it to the terminal
+        too, unless the standard output has the JSON or the Markdown.
         """
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":

@@ -1,6 +1,4 @@
-"""Make tables of recorded benchmarks for the Markdown report and the HTML page: GPU time with its floor, host time, and
-ceilings (the highest rates of the memory and of the matrix units).
-"""
+"""Make the tables of a recorded benchmark run for the Markdown report and the HTML page."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

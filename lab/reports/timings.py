@@ -1,8 +1,4 @@
-"""Write tables and plots of a recorded benchmark run: `lab report RUN.json --out DIR`.
-
-The output is report.md. With the extra `plots` there are two plots for each method: a roofline, and the ratio of each time to
-its floor. All numbers come from the recorded file.
-"""
+"""Write the report of a recorded benchmark run: report.md, and with the extra `plots` two plots for each method."""
 
 import importlib.util
 import re

@@ -1,8 +1,4 @@
-"""Convert Markdown to HTML for the page, and find the findings that a report of the judge cites.
-
-A finding is a known failure of a kernel. It is described by a section of a Markdown page, and cited as "path of the page#anchor
-of the section's heading".
-"""
+"""Convert Markdown to HTML for the page, and find the findings (sections of Markdown pages) that reports of the judge cite."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +41,6 @@ class Finding:
 
 
 def slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading: lower case, words joined by hyphens, other characters dropped."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -54,9 +49,7 @@ def findings_in(citation: str) -> tuple[Finding, ...]:
 
 
 def markdown_html(text: str) -> str:
-    """Convert Markdown to HTML. Comments and pictures are dropped, other raw HTML is shown as text, and links become
-    plain text. "# " becomes h3 and so on, because the page itself uses h1 and h2.
-    """
+    """Convert Markdown to HTML without comments, pictures and links; other raw HTML is shown as text. "# " becomes h3."""
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")

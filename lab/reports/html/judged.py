@@ -1,6 +1,4 @@
-"""Prepare recorded reports of the judge for the HTML page: its first section, and tables of runs, checks, wrong cases and
-declined cases (calls that a kernel refused).
-"""
+"""Prepare recorded reports of the judge for the HTML page: its first section, and its tables."""
 
 import functools
 import math

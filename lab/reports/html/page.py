@@ -1,5 +1,4 @@
-"""Make the HTML page of a folder of recorded results. The page needs no other file, and its Content-Security-Policy forbids the
-browser all requests.
+"""Make the HTML page of a folder of recorded results, which needs no other file and makes no request.
 
 The page contains the JavaScript library DataTables, which the package itables ships, so that readers can sort and filter tables
 offline. Without JavaScript the tables are plain and show all rows.
@@ -34,9 +33,7 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return a page, as HTML, that shows the recorded `files` (from `read_folder`) and the Markdown files in `folder`. Raises
-    RecordedFileError if a file does not have the form that the lab writes.
-    """
+    """Return a page that shows the recorded `files` and the Markdown files in `folder`. Raises RecordedFileError."""
     try:
         return _rendered(folder, files)
     except RecordedFileError:

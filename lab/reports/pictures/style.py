@@ -50,15 +50,10 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and panels in a grid. Panels in a column share the x axis, and all panels share the y axis.
-    Return the figure and its `Axes`, an array [lines, columns].
+    """Make a figure with a title and panels in a grid. Return it and its `Axes`, an array [lines, columns].
 
-    pyplot is not used, because it would keep the figure in memory.
-
-    Args:
-        lines, columns: numbers of panels below each other and next to each other.
-        grid: the axes from whose ticks grid lines are drawn; None for no lines.
-        log: the logarithmic axes: "x", "y", "xy" or "".
+    `grid` has the axes with grid lines, and `log` the logarithmic axes: "x", "y", "xy" or "". pyplot is not used, because it
+    would keep the figure in memory.
     """
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
@@ -125,7 +120,6 @@ def few_ticks(axes: Axes) -> None:
 
 
 def in_short(number: int) -> str:
-    """Abbreviate a multiple of 1,024: 4,096 becomes "4K". Other numbers are written in full."""
     if number >= 2**20 and number % 2**20 == 0:
         return f"{number // 2**20}M"
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
