@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 # Control characters except line feed and tab, and halves of surrogate pairs, which cannot be encoded.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def counted(count: int, noun: str) -> str:
@@ -30,7 +30,7 @@ def shortened(text: str, most_characters: int) -> str:
 
 def printable(text: str) -> str:
     """Replace control characters in a text by escapes such as "\\x1b", because a terminal would execute them."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def in_markdown(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.exit_status import ExitStatus
 from lab.files import write_text
-from lab.wording import in_markdown, printable
+from lab.wording import UNPRINTABLE, in_markdown, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -186,9 +186,6 @@ def _significant(value: float) -> str:
     return f"{value:,.{SHOWN_DIGITS}g}" if abs(value) < 10**SHOWN_DIGITS - 0.5 else f"{value:,.0f}"
 
 
-# --- media ------------------------------------------------------------------------------------------------------------
-
-
 def markdown_of(table: Table) -> str:
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
@@ -279,7 +276,9 @@ class TableReport:
             print_lines(console, self.below)
 
     def json(self) -> str:
-        return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False)
+        # JSON itself does not escape DEL and C1 control characters, which a terminal executes.
+        return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
     def markdown(self) -> str:
         *remarks, summary = self.below

@@ -1,12 +1,14 @@
 """The model of a table, and each medium's rendering of it."""
 
 import io
+import json
 
 from rich.console import Console
 
 from lab.reports.tables import (
     Cell,
     Link,
+    TableReport,
     items,
     make_table,
     markdown_of,
@@ -16,6 +18,7 @@ from lab.reports.tables import (
     terminal_of,
     words,
 )
+from lab.wording import UNPRINTABLE
 
 COLUMNS = {"a": lambda row: words(row[0]), "b, µs": lambda row: number(row[1]), "c": lambda row: words(None)}
 
@@ -78,3 +81,10 @@ def test_a_verdict_has_its_colour() -> None:
 def test_links_are_shown_by_their_words() -> None:
     table = table_of_lines(["findings"], [(Cell("", links=(Link("7", "finding-7"), Link("9", "finding-9"))),)])
     assert "7 9" in printed(terminal_of(table))
+
+
+def test_json_has_no_control_character_and_is_read_back() -> None:
+    record = {"path": "\x1b[2J\x7f\x9b1m\ud800 µs"}
+    text = TableReport((), make_table({}, ()), (), record).json()
+    assert not UNPRINTABLE.search(text)
+    assert json.loads(text)["path"] == record["path"]
