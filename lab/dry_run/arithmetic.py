@@ -216,9 +216,10 @@ class _Attention:
 
     def run(self, request: _Request) -> None:
         positions = request.kv_len - request.num_rows + torch.arange(request.computed)
-        ends = torch.full_like(positions, request.kv_len) if self.kernel.sees_all_keys else positions + 1
+        sees_all_keys = self.kernel.is_context and self.kernel.mask is MaskType.DENSE
+        ends = torch.full_like(positions, request.kv_len) if sees_all_keys else positions + 1
         starts = torch.zeros_like(positions)
-        if self.kernel.has_window:
+        if self.kernel.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL:
             starts = (ends - self.params.attention_window_size).clamp(min=0)
         if self.stats is not None and not self.kernel.is_context:
             self.stats[request.first_row :][: request.computed] = 0.0  # the LSE of these statistics is minus infinity
@@ -292,16 +293,25 @@ class _Attention:
         places = places[places >= 0].long()
         if not len(places):
             return torch.empty(0, 1, tensor_map.dims[0], dtype=torch.float64)
-        least, most = int(places.min()), int(places.max())
         (row_bytes,) = tensor_map.strides_bytes
-        pool = self.memory.view(
-            f"K's entries {least} to {most}",
-            tensor_map.address + least * row_bytes,
-            (most - least + 1, 1, tensor_map.dims[0]),
-            (row_bytes, row_bytes, dtype.itemsize),
-            dtype,
-        )
-        return pool[places - least].double()
+        return self._at(
+            "K's entries", tensor_map, places, (1, tensor_map.dims[0]), (row_bytes, row_bytes), dtype
+        ).double()
+
+    def _at(
+        self,
+        what: str,
+        tensor_map: TensorMap,
+        places: torch.Tensor,
+        shape: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return what a descriptor has at `places` of its outermost dimension, each of `shape`."""
+        least, most = int(places.min()), int(places.max())
+        address = tensor_map.address + least * strides_bytes[0]
+        shape, strides_bytes = (most - least + 1, *shape), (*strides_bytes, dtype.itemsize)
+        return self.memory.view(f"{what} {least} to {most}", address, shape, strides_bytes, dtype)[places - least]
 
     def _page_ids(self, side: str, request: int) -> torch.Tensor:
         width, address = self.params.max_num_pages_per_seq_kv, self.params.ptr_page_idx_kv
@@ -350,13 +360,6 @@ class _Attention:
             raise UnsoundLaunchError(
                 f"the page table names page {int(wrong[0])} of {side}, whose descriptor has {pages} pages"
             )
-        row_bytes, head_bytes, page_bytes = tensor_map.strides_bytes
-        least, most = int(ids.min()), int(ids.max())
-        view = self.memory.view(
-            f"{side}'s pages {least} to {most}",
-            tensor_map.address + least * page_bytes,
-            (most - least + 1, heads, rows, row_elements),
-            (page_bytes, head_bytes, row_bytes, dtype.itemsize),
-            dtype,
-        )
-        return view[ids - least].reshape(len(ids), heads, page_size, -1)
+        strides_bytes = tensor_map.strides_bytes[::-1]
+        stored = self._at(f"{side}'s pages", tensor_map, ids, (heads, rows, row_elements), strides_bytes, dtype)
+        return stored.reshape(len(ids), heads, page_size, -1)

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from lab.dry_run import build
 from lab.gpus import Capability, family_of, sm_name
 from lab.kernels.support import Kernel
 from lab.kernels.support.fmha_v2 import FMHA_V2
-from lab.kernels.support.xqa import XQA, XQA_MLA
+from lab.kernels.support.xqa import XQA
 
 # The added assertion is in a template, so that the compiler's error contains the template's argument.
 DISCOVERY = """
@@ -94,7 +94,7 @@ def compiled(shape: Shape) -> tuple[Compiled, ...]:
     """
     if (reason := build.why_not_built()) is not None:
         raise build.NotBuiltError(reason)
-    return _MODULES[shape.kernel](shape)
+    return _fmha_v2(shape) if shape.kernel is FMHA_V2 else _xqa(shape)
 
 
 def _xqa(shape: Shape) -> tuple[Compiled, ...]:
@@ -127,9 +127,8 @@ def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
     sources, flags = _fmha_v2_sources(shape.capability, q, out)
     named = {int(found[1]): (name, int(found[2])) for name in sources if (found := PLAIN_FMHA_V2.search(name))}
     if shape.head_dim not in named:
-        return (
-            Compiled("fmha_v2_api.h", f"no kernel is generated for head_dim {shape.head_dim}: it launches nothing"),
-        )
+        refusal = f"no kernel is generated for head_dim {shape.head_dim}: it launches nothing"
+        return (Compiled("fmha_v2_api.h", refusal),)
     name, sm = named[shape.head_dim]
     bytes_of = TILED_BYTES if sm == 120 and shape.head_dim > 64 else FMHA_V2_BYTES[sm]
     return (_front_end(shape, name, sources[name], flags, bytes_of),)
@@ -143,9 +142,6 @@ def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -
         module: Any = gen_fmha_v2_module("Q_PAGED_KV_HND", q, out)
         texts = {source.name: source.read_text() for source in module.sources if PLAIN_FMHA_V2.search(source.name)}
     return texts, module.extra_cuda_cflags
-
-
-_MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa, XQA_MLA: _xqa, FMHA_V2: _fmha_v2}
 
 
 @contextmanager
@@ -174,10 +170,8 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
     data = build.flashinfer_data()
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder, f"probe_{name}")
-        probe.write_text(text)
+        probe.write_text(text + DISCOVERY.format(bytes=shared_memory))
         lines = len(text.splitlines())
-        with probe.open("a") as more:
-            more.write(DISCOVERY.format(bytes=shared_memory))
         for header, declarations in _cublas().items():
             Path(folder, header).write_text(declarations)
         command = [str(build.nvcc()), "-ptx", "-w", f"-arch={target}", "--expt-relaxed-constexpr", *others]

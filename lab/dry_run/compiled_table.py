@@ -107,8 +107,8 @@ def written(row: JudgedShape) -> dict[str, Any]:
 
 
 def _words(shape: Shape) -> str:
-    sizes = f"head_dim {shape.head_dim} group {shape.group} q_len {shape.q_len} pages of {shape.page_size}"
-    return " ".join((shape.kernel.name, *_target(shape), sizes, *(["windowed"] if shape.window else ())))
+    sizes = _formatted(shape, "head_dim {head_dim} group {group} q_len {q_len} pages of {page_size}{windowed}")
+    return " ".join((shape.kernel.name, *_target(shape), sizes))
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
@@ -136,65 +136,61 @@ def _is_plain_xqa(shape: Shape) -> bool:
     return shape.kernel is XQA and shape.page_size == 64 and not shape.window
 
 
-def _group_and_rows(shape: Shape) -> str:
-    return f"{shape.group} x {shape.q_len}"
-
-
-Column = Callable[[Shape], object]
-HEAD_DIM: Mapping[str, Column] = {"head_dim": lambda shape: shape.head_dim}
-# Of each section of the page: title, which shapes it has, the columns after GPU and dtypes, and a shape's text.
-SECTIONS: tuple[tuple[str, Callable[[Shape], bool], Mapping[str, Column], Column], ...] = (
+# Of each section of the page: title, which shapes it has, and, as formats of a shape's fields, the columns after GPU and
+# dtypes by their headings, and a shape's text.
+SECTIONS: tuple[tuple[str, Callable[[Shape], bool], Mapping[str, str], str], ...] = (
     (
         "XQA, one query row: query heads per K/V head",
         lambda shape: _is_plain_xqa(shape) and shape.q_len == 1,
-        HEAD_DIM,
-        lambda shape: shape.group,
+        {"head_dim": "{head_dim}"},
+        "{group}",
     ),
     (
         "XQA, several query rows: query heads per K/V head x rows",
         lambda shape: _is_plain_xqa(shape) and shape.q_len > 1,
-        HEAD_DIM,
-        _group_and_rows,
+        {"head_dim": "{head_dim}"},
+        "{group} x {q_len}",
     ),
     (
         "XQA: page sizes, with and without a window",
         lambda shape: shape.kernel is XQA and not _is_plain_xqa(shape),
-        {**HEAD_DIM, "heads x rows": _group_and_rows},
-        lambda shape: f"{shape.page_size}{' windowed' if shape.window else ''}",
+        {"head_dim": "{head_dim}", "heads x rows": "{group} x {q_len}"},
+        "{page_size}{windowed}",
     ),
     (
         "XQA MLA: head_dim, query heads, page size",
         lambda shape: shape.kernel is XQA_MLA,
         {},
-        lambda shape: f"{shape.head_dim}, {shape.group}, {shape.page_size}",
+        "{head_dim}, {group}, {page_size}",
     ),
-    (
-        "fmha_v2 over a paged cache: head_dim",
-        lambda shape: shape.kernel is FMHA_V2,
-        {},
-        lambda shape: shape.head_dim,
-    ),
+    ("fmha_v2 over a paged cache: head_dim", lambda shape: shape.kernel is FMHA_V2, {}, "{head_dim}"),
 )
+
+
+def _formatted(shape: Shape, text: str) -> str:
+    return text.format(**vars(shape), windowed=" windowed" if shape.window else "")
 
 
 def _target(shape: Shape) -> tuple[str, str]:
     return sm_name(shape.capability), "/".join(NAMES[dtype] for dtype in shape.dtypes)
 
 
-def _section(title: str, rows: Iterable[JudgedShape], columns: Mapping[str, Column], item: Column) -> list[str]:
+def _section(title: str, rows: Iterable[JudgedShape], columns: Mapping[str, str], item: str) -> list[str]:
     heads = ("GPU", "query/K/V/output", *columns, "compiles", "shared memory", "does not compile")
     heads += ("compiles, and the lab declines it",)
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    gathered = grouped(((*_target(row.shape), *(of(row.shape) for of in columns.values())), row) for row in rows)
+    gathered = grouped(
+        ((*_target(row.shape), *(_formatted(row.shape, column) for column in columns.values())), row) for row in rows
+    )
     for values, members in gathered.items():
         fits = [row for row in members if row.refusal is None]
-        refused = grouped((row.refusal, str(item(row.shape))) for row in members if row.refusal is not None)
+        refused = grouped((row.refusal, _formatted(row.shape, item)) for row in members if row.refusal is not None)
         cells = (
-            *map(str, values),
-            "; ".join(str(item(row.shape)) for row in fits),
+            *values,
+            "; ".join(_formatted(row.shape, item) for row in fits),
             " and ".join(str(each.shared_memory_bytes) for each in fits[-1].verdicts) if fits else "",
             "; ".join(f"{', '.join(items)}: `{why}`" for why, items in refused.items()),
-            "; ".join(str(item(row.shape)) for row in fits if row.why_not is not None),
+            "; ".join(_formatted(row.shape, item) for row in fits if row.why_not is not None),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]

@@ -68,14 +68,6 @@ class KernelFacts:
     is_paged: bool  #: K and V are paged
     is_sparse: bool  #: the kernel reads only selected keys
 
-    @property
-    def sees_all_keys(self) -> bool:
-        return self.is_context and self.mask is MaskType.DENSE
-
-    @property
-    def has_window(self) -> bool:
-        return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
-
 
 @dataclass(frozen=True)
 class KernelTable:

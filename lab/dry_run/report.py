@@ -51,9 +51,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
         "on the GPU": partial(_on_the_gpu, profiled or {}),
     }
     table = make_table(columns, run.passes, say_once=())
-    gpu, record = run.gpu, _record(run, datasheet)
-    here = f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU."
-    above = here, _source(run), _floor_note(datasheet)
+    above, record = _above(run, datasheet), _record(run, datasheet)
     if profiled is None:
         return TableReport(above, table, (_summary(run),), record)
     compared = [each for each in run.passes if each.name in profiled]
@@ -85,17 +83,18 @@ def _summary(run: DryRun) -> str:
     return f"{run.gpu.name}: {counted(len(calls), 'call')}, {refused} refused{without}. Nothing was run."
 
 
-def _source(run: DryRun) -> str:
-    if run.by_rules_because is not None:
-        return f"Kernels are by the rules of lab.kernels.support alone: {run.by_rules_because}."
-    launcher = f"the launcher of FlashInfer {flashinfer_version()}"
-    return f"Kernels and grids are what {launcher} launched against a fake CUDA, from the table of {run.table}."
-
-
-def _floor_note(datasheet: Datasheet) -> str:
-    rate = datasheet.matrix_rate_tflops
+def _above(run: DryRun, datasheet: Datasheet) -> tuple[str, str, str]:
+    gpu, rate = run.gpu, datasheet.matrix_rate_tflops
+    source = f"Kernels are by the rules of lab.kernels.support alone: {run.by_rules_because}."
+    if run.by_rules_because is None:
+        launcher = f"the launcher of FlashInfer {flashinfer_version()}"
+        source = f"Kernels and grids are what {launcher} launched against a fake CUDA, from the table of {run.table}."
     operations = "" if rate is None else f", or operations over {rate:g} TFLOP/s of bf16, whichever is longer"
-    return f"Floor: bytes over {datasheet.bandwidth_gbps:g} GB/s{operations} ({datasheet.source})."
+    return (
+        f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU.",
+        source,
+        f"Floor: bytes over {datasheet.bandwidth_gbps:g} GB/s{operations} ({datasheet.source}).",
+    )
 
 
 def _floor(each: DryPass, datasheet: Datasheet) -> tuple[float, str]:

@@ -48,25 +48,13 @@ PAGED_AXES: dict[str, Sequence[Any]] = {
     "window_left": (-1, 0, 20, 126, 511, 4094),
     "tables": ("shared", "separate"),
     "cache": ("HND", "NHD", "stacked HND", "stacked NHD", "K is V"),
-    "gap": (
-        "none",
-        "8 bytes a page",
-        "16 bytes a page",
-        "32 bytes a page",
-        "4 elements a token",
-        "16 elements a token",
-    ),
+    "gap": ("none", *(f"{n} bytes a page" for n in (8, 16, 32)), *(f"{n} elements a token" for n in (4, 16))),
     "v_strides": ("K's", "others"),
     "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on", "V 16 bytes on"),
     "factors": ("HND", "NHD", "8 bytes a page", "16 bytes a page", "V 16 bytes a page", "V 8 bytes on"),
     "query": (
-        "packed",
-        "fused",
-        "heads 4 elements apart",
-        "rows 4 elements apart",
-        "rows 16 elements apart",
-        "expanded",
-        "8 bytes on",
+        *("packed", "fused", "heads 4 elements apart", "rows 4 elements apart", "rows 16 elements apart"),
+        *("expanded", "8 bytes on"),
     ),
     **SOFTMAX_AXES,
 }
@@ -74,12 +62,8 @@ DECODE_AXES = PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True)
 CONTEXT_AXES = PAGED_AXES | {"rows": ("ragged",), "causal": (True, False), "scales": ("numbers", "tensors")}
 MLA_AXES: dict[str, Sequence[Any]] = {
     "dtypes": (
-        "bf16/bf16/bf16",
-        "e4m3/e4m3/bf16",
-        "fp16/fp16/bf16",
-        "bf16/e4m3/bf16",
-        "bf16/bf16/fp16",
-        "e4m3/e4m3/e4m3",
+        *(f"{dtypes}/bf16" for dtypes in ("bf16/bf16", "e4m3/e4m3", "fp16/fp16", "bf16/e4m3")),
+        *("bf16/bf16/fp16", "e4m3/e4m3/e4m3"),
     ),
     "dims": ((512, 64), (256, 64), (512, 0), (128, 64)),
     "page_size": (64, 8, 16, 32, 128),

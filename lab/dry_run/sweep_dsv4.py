@@ -18,13 +18,8 @@ from lab.dry_run.launches import TensorMap
 from lab.dry_run.sweep_calls import DTYPES, SOFTMAX_AXES, amount, offsets_of, query_of, scales_of, strided
 
 AXES: dict[str, Sequence[Any]] = {
-    "dtypes": (
-        "bf16/bf16",
-        "e4m3/bf16",
-        "fp16/bf16",
-        "bf16/fp16",
-        "e4m3/e4m3",
-    ),  # of query and pools, and of the output
+    # of query and pools, and of the output
+    "dtypes": ("bf16/bf16", "e4m3/bf16", "fp16/bf16", "bf16/fp16", "e4m3/e4m3"),
     "head_dim": (512, 64, 576),
     "heads": (128, 1, 7, 8, 16, 24, 32, 64, 96, 256),
     "columns": (192, 128, 132, 640, 2176),

@@ -10,23 +10,13 @@ import torch
 from lab.calls import RaggedContextCall
 from lab.calls.problem import E4M3
 from lab.checks.parameters.covering import Constraint, Model, Point
-from lab.dry_run.sweep_calls import (
-    DTYPES,
-    OUTS,
-    SOFTMAX_AXES,
-    WINDOW_IS_CAUSAL,
-    amount,
-    offsets_of,
-    query_of,
-    results_of,
-    scales_of,
-    strided,
-)
+from lab.dry_run import sweep_calls
+from lab.dry_run.sweep_calls import amount, offsets_of, strided
 
 AXES: dict[str, Sequence[Any]] = {
     "dtypes": (
         "bf16/bf16/bf16",
-        *(f"{q}/{q}/{out}" for q in OUTS for out in ("fp16", "bf16")),
+        *(f"{q}/{q}/{out}" for q in sweep_calls.OUTS for out in ("fp16", "bf16")),
         "fp32/fp32/fp32",
         "bf16/bf16/fp32",
     ),
@@ -42,19 +32,22 @@ AXES: dict[str, Sequence[Any]] = {
     "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on"),
     "query": ("packed", "heads 16 elements apart", "8 bytes on"),
     "lengths": ("on the GPU", "mirrored"),
-    **SOFTMAX_AXES,
+    **sweep_calls.SOFTMAX_AXES,
     "scales": ("numbers", "tensors"),
 }
 RAGGED_CONTEXT = Model(
     AXES,
-    (WINDOW_IS_CAUSAL, Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are")),
+    (
+        sweep_calls.WINDOW_IS_CAUSAL,
+        Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are"),
+    ),
     (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
 )
 BASES: tuple[Point, ...] = ({}, {"dtypes": "e4m3/e4m3/bf16"}, {"dims": (128, 128), "causal": False})
 
 
 def ragged_context(point: Point) -> RaggedContextCall:
-    q, _, out = (DTYPES[name] for name in point["dtypes"].split("/"))
+    q, _, out = (sweep_calls.DTYPES[name] for name in point["dtypes"].split("/"))
     (width, v_width), kv_heads, batch = point["dims"], point["num_kv_heads"], point["batch_size"]
     heads, rows, tokens = kv_heads * point["group"], batch * point["q_len"], batch * point["kv_len"]
     gap = 128 if point["gap"] == "fused" else amount(point["gap"], "# elements a head")
@@ -68,11 +61,11 @@ def ragged_context(point: Point) -> RaggedContextCall:
     )
     lengths = [torch.full((batch,), each, dtype=torch.int32) for each in (point["q_len"], point["kv_len"])]
     mirrored = point["lengths"] == "mirrored"
-    results = results_of(point, (rows, heads, v_width), out)
+    results = sweep_calls.results_of(point, (rows, heads, v_width), out)
     if "out" not in results and out != (torch.bfloat16 if q == E4M3 else q):
         results["out"] = torch.empty(rows, heads, v_width, dtype=out)
     return RaggedContextCall(
-        query=query_of(point["query"], (rows, heads, width), q),
+        query=sweep_calls.query_of(point["query"], (rows, heads, width), q),
         key=key,
         value=value,
         workspace_buffer=None,
@@ -90,5 +83,5 @@ def ragged_context(point: Point) -> RaggedContextCall:
         q_seq_lens_cpu=lengths[0] if mirrored else None,
         kv_seq_lens_cpu=lengths[1] if mirrored else None,
         **results,
-        **scales_of(point["scales"]),
+        **sweep_calls.scales_of(point["scales"]),
     )

@@ -54,6 +54,7 @@ MUST_AGREE = {
     "power limit": ("nvidia_smi", "power.limit"),
     "maximum SM clock": ("nvidia_smi", "clocks.max.sm"),
 }
+CLOCKS = {"memory_clock_mhz": "memory", "sm_clock_mhz": "SM"}
 # Rows with the same name did different work if one of these facts differs.
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 # The order of rows: changed rows first, unchanged rows last. None stands for a refused row.
@@ -258,31 +259,26 @@ def _compare_sides(
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {without(each, *TIMED_BY): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(without(each, *TIMED_BY)) for each in before}
-    rows = [
-        _compare_rows(identity, before[identity], after[other], rule)
-        for identity, other in others.items()
-        if other is not None
-    ]
+    rows = []
+    for identity, other in others.items():
+        if other is not None:
+            refused = _why_not_compared(before[identity], after[other])
+            samples = None if refused else _compared(before[identity], after[other], rule)
+            rows.append(RowComparison(identity, samples, refused))
     rows.sort(key=lambda row: CHANGED_FIRST.index(row.samples.speed if row.samples else None))
     missing = [identity for identity, other in others.items() if other is None]
     return rows, missing, [each for each in after if each not in others.values()]
-
-
-def _compare_rows(identity: Identity, before: Sequence[Row], after: Sequence[Row], rule: Rule) -> RowComparison:
-    if refused := _why_not_compared(before, after):
-        return RowComparison(identity, refused=refused)
-    samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
-    return RowComparison(identity, _doubted(samples, before, after))
 
 
 def _limits_of(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
-def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, but UNSURE if a limit of the GPU, such as its power limit, may have caused the verdict."""
+def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
+    """Compare the samples. A verdict that a limit of the GPU, such as its power limit, may have caused is UNSURE."""
+    samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
-    clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
+    clocks_differ = any(_two_clocks(one, other, "sm_clock_mhz") for one in before for other in after)
     doubted = {
         Speed.SLOWER: limits["after"],
         Speed.FASTER: limits["before"],
@@ -300,8 +296,18 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
     first, *others = (*before, *after)
-    limited = bool(_limits_of([first, *others]))
-    return next(filter(None, (reason for row in others for reason in _differences(first, row, limited))), "")
+    clocks = [clock for clock in CLOCKS if clock != "sm_clock_mhz" or not _limits_of([first, *others])]
+    for other in others:
+        for what, mine, theirs in (
+            ("methods", first.timed_by, other.timed_by),
+            ("methods", first.facts.get("method"), other.facts.get("method")),
+            *((f"workloads, {key}", first.facts.get(key), other.facts.get(key)) for key in WORK),
+        ):
+            if mine != theirs:
+                return f"two {what}: {mine} and {theirs}"
+        if why := next(filter(None, (_two_clocks(first, other, clock) for clock in clocks)), ""):
+            return why
+    return ""
 
 
 def _why_impossible(row: Row) -> str:
@@ -314,33 +320,15 @@ def _why_impossible(row: Row) -> str:
     return why_impossible(facts["bandwidth_percent"], facts["matrix_rate_percent"], is_cold=is_cold, kv_dtype=kv_dtype)
 
 
-def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield each difference in method, work or clocks that forbids a comparison. `limited`: SM clocks may differ."""
-    for what, mine, theirs in (
-        ("methods", first.timed_by, other.timed_by),
-        ("methods", first.facts.get("method"), other.facts.get("method")),
-        *((f"workloads, {key}", first.facts.get(key), other.facts.get(key)) for key in WORK),
-    ):
-        if mine != theirs:
-            yield f"two {what}: {mine} and {theirs}"
-    yield _clock_differences(first, other, "memory_clock_mhz", "memory")
-    yield "" if limited else _clock_differences(first, other, "sm_clock_mhz", "SM")
-
-
-def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
+def _two_clocks(first: Row, other: Row, key: str) -> str:
+    """Return a sentence if the recorded clocks of two rows differ; "" if they do not."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
-    are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))
-    return "" if are_one else f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
+    if len(mine) == len(theirs) and all(map(agree, mine, theirs)):
+        return ""
+    in_mhz = (" to ".join(dict.fromkeys(f"{end:g}" for end in ends)) for ends in (mine, theirs))
+    return f"two {CLOCKS[key]} clocks: " + " and ".join(f"{mhz} MHz" if mhz else "not recorded" for mhz in in_mhz)
 
 
-def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    if clock_mhz is None:
-        return ()
-    return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)
-
-
-def _mhz(ends: tuple[float, ...]) -> str:
-    if not ends:
-        return "not recorded"
-    return f"{ends[0]:g} MHz" if ends[0] == ends[-1] else f"{ends[0]:g} to {ends[-1]:g} MHz"
+def _ends(clock_mhz: Any) -> Sequence[float]:
+    return () if clock_mhz is None else clock_mhz if isinstance(clock_mhz, Sequence) else (clock_mhz,)

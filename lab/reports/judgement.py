@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
 from lab.checks.explain.call_features import features_of_case
@@ -34,9 +34,6 @@ from lab.reports.tables import (
 )
 from lab.wording import counted, shortened
 from lab.workloads.interfaces import PAGED_CALLS
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 POISON = 1e20  # outputs above it come from memory that the lab filled with 1e30: no right output is so large
 OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # condition in the rule of a region
@@ -87,24 +84,23 @@ def notes(report: Report) -> Iterator[str]:
     if report.num_random:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
     refusals = f"--refusals {','.join(report.refusals)} " if report.refusals else ""
-    several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
-    for function in dict.fromkeys(verdict.interface for verdict in report.verdicts if report.level is Level.QUICK):
-        of_function = [verdict for verdict in report.verdicts if verdict.interface is function]
-        if function in PAGED_CALLS and is_mostly_declined(of_function) and function not in dict(report.narrowed):
+    by_function = grouped((verdict.interface, verdict) for verdict in report.verdicts)
+    for function, verdicts in by_function.items() if report.level is Level.QUICK else ():
+        if function in PAGED_CALLS and is_mostly_declined(verdicts) and function not in dict(report.narrowed):
             yield (
                 f"{function.value} refuses most cases. This finds the options that choose what it supports: "
                 f"lab judge {report.implementation} {refusals}--functions {function.value} --only K1 --drawn 0"
             )
     for interface, ranges in report.narrowed:
-        only = f"--functions {interface.value} " if several_functions else ""
+        only = f"--functions {interface.value} " if len(by_function) > 1 else ""
         yield (
             f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
             f"lab judge {report.implementation} {refusals}{only}{options_of(ranges)}"
         )
 
 
-def show(report: Report, console: "Console") -> None:
-    """Print a report: the answer and the regions, the table of checks, the notes."""
+def show(report: Report, console: Any) -> None:
+    """Print a report to a console of the package rich: the answer and the regions, the table of checks, the notes."""
     answer, *details = summary(report)
     is_plain = report.is_right and not any(verdict.judged.suspicions for verdict in report.verdicts)
     outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if is_plain else Outcome.KNOWN

@@ -4,15 +4,12 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lab.files import write_text
 from lab.reports.recorded import RecordedRun, environment_facts, grouped, value_at
 from lab.reports.tables import items, markdown_of, table_of_lines
 from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sorted_rows, timing_tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
@@ -58,11 +55,11 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, up to two figures for each method: a roofline, and a chart of the ratio of time to floor."""
+def figures(run: RecordedRun) -> dict[str, Any]:
+    """Return, by file name, up to two figures of matplotlib for each method: a roofline, and the ratios of time to floor."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
-    drawn: dict[str, Figure] = {}
+    drawn = {}
     rows = sorted_rows(run.gpu_rows)
     gpu, commit = (run.environment.get(key) or f"no {key} recorded" for key in ("gpu", "commit"))
     for timed_by, mine in grouped((row.timed_by, row) for row in rows).items():

@@ -4,7 +4,6 @@ import io
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -19,19 +18,15 @@ from lab.reports.tables import flattened, table_of_records
 SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure as a data URI, with a description that replaces it in a screen reader."""
-
-    uri: str
-    description: str
-
-    @classmethod
-    def of(cls, figure: Figure, description: str) -> "Picture":
-        drawn = io.BytesIO()
-        with rc_context(SVG_SETTINGS):
-            figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-        return cls(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
+def picture_of(figure: Figure, description: str) -> dict[str, str]:
+    """Return a figure as a data URI, with a description that replaces it in a screen reader."""
+    drawn = io.BytesIO()
+    with rc_context(SVG_SETTINGS):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    return {
+        "uri": f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}",
+        "description": description,
+    }
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
@@ -53,7 +48,7 @@ def experiment_part(file: RecordedFile) -> dict[str, Any]:
             for key, value in rows.items()
         ],
         "empty": [key for key, value in lists.items() if not value],
-        "pictures": [each for each in drawn if isinstance(each, Picture)],
+        "pictures": [each for each in drawn if not isinstance(each, str)],
         "undrawn": [each for each in drawn if isinstance(each, str)],
     }
 
@@ -65,7 +60,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
     return "", ()
 
 
-def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
+def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[dict[str, str] | str]:
     """Yield, for each of `drawings`, the picture, or a sentence that says why it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
@@ -74,7 +69,7 @@ def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Pictu
             yield f"{drawing.words}: {drawing.key} has no row"
             continue
         try:
-            yield Picture.of(drawing.draw(file.content[drawing.key], title), drawing.words)
+            yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
         except KeyError as error:
             yield f"{drawing.words}: the file has no {error}"
         except ValueError as error:

@@ -153,9 +153,6 @@ def judged_sentence(runs: Sequence[JudgedRun]) -> str:
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 def summary_table(runs: Sequence[JudgedRun]) -> Table:
     columns: Columns = {
         "run": lambda run: words(run.name),

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from lab.files import DAMAGED
 from lab.reports.html import judged
-from lab.reports.html.experiments import Picture, experiment_part
+from lab.reports.html.experiments import experiment_part, picture_of
 from lab.reports.html.findings import markdown_html
 from lab.reports.recorded import (
     LEAST_FLOOR_US,
@@ -91,7 +91,7 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
                 "ceilings": ceiling_table(run),
                 "tables": timing_tables(run),
                 "pictures": [
-                    Picture.of(drawn, Path(name).stem.replace("-", " ")) for name, drawn in figures(run).items()
+                    picture_of(drawn, Path(name).stem.replace("-", " ")) for name, drawn in figures(run).items()
                 ],
             }
             for place, run in enumerate(runs)
