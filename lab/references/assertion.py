@@ -18,9 +18,8 @@ from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.plain_attention import check_arithmetic
 from lab.references.quantization import dequantize_nvfp4
-from lab.references.truth import Rules, truth_of_requests, truth_of_selected, with_requests
+from lab.references.truth import History, Rules, truth_of_requests, truth_of_selected, with_requests
 
-History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
 NEXT_STEP = "`lab judge` with the kernel's module or file finds which other calls are wrong"
 
 

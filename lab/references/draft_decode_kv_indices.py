@@ -1,6 +1,4 @@
-"""The slots (token indices in the K/V pool) that each step of a multi-step draft reads, in loops over steps, requests, branches
-and tokens.
-"""
+"""The slots (token indices in the K/V pool) that each step of a multi-step draft reads, in plain loops."""
 
 import torch
 from torch import Tensor

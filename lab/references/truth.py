@@ -21,6 +21,7 @@ from lab.references.softmax_attention import (
     visible_to,
 )
 
+History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
 # K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
 TOGETHER = 16
 
@@ -54,7 +55,7 @@ class Rules(Softmax):
         )
 
 
-def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
+def truth_of_requests(query: Tensor, histories: list[History], q_lens: list[int], rules: Rules) -> Truth:
     """Return the expected results of the rows of consecutive requests.
 
     Args:
@@ -75,9 +76,7 @@ def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(len(q_lens), device=device).repeat_interleave(torch.tensor(q_lens, device=device))
 
 
-def truth_of_selected(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], selected: Sequence[Tensor], rules: Rules
-) -> Truth:
+def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Sequence[Tensor], rules: Rules) -> Truth:
     """Return the expected results of rows that attend only to `selected` positions, int64 [q_len, num_columns] per request,
     negative for none. A key that is selected twice counts twice.
     """
@@ -96,7 +95,7 @@ def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
 
 
 def truth_of_heads(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
+    query: Tensor, histories: Sequence[History], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
     """Return the expected results of a block-sparse call, in which each K/V head sees only the keys `seen`, bool [kv_len,
     num_kv_heads] per request. A row's position is its index among these keys.
@@ -113,7 +112,7 @@ def truth_of_heads(
     return Truth.of_heads(parts)
 
 
-def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
+def _error_of_scaled_values(query: Tensor, histories: list[History], rules: Rules) -> float:
     """Return the largest relative bias of a right kernel that multiplies a quantised cache's values by bmm2_scale and rounds
     the products: half of the largest rounding error.
 
@@ -127,7 +126,7 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 
 def solved_requests(
     query: Tensor,
-    histories: Sequence[tuple[Tensor, Tensor]],
+    histories: Sequence[History],
     q_lens: Sequence[int],
     rules: Rules,
     *,
@@ -162,9 +161,7 @@ def solved_requests(
             yield place.flatten(), out.flatten(0, 1), lse_log2.flatten(0, 1), control, skipped
 
 
-def _together(
-    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
-) -> Iterator[list[int]]:
+def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
     """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):

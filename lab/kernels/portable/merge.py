@@ -217,14 +217,7 @@ def merged(
 
 @triton.jit
 def merged_by_lanes(
-    pieces,  # as in `merged`, like the other arguments
-    block,
-    rows,
-    dims,
-    partials,
-    BLOCK_ROWS: tl.constexpr,
-    ROW_DIMS: tl.constexpr,
-    LANES: tl.constexpr,
+    pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
     """Merge partial results as `merged` does. LANES groups of threads divide the work."""
     first, begin, end, step = pieces
