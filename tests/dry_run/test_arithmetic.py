@@ -68,7 +68,6 @@ def test_the_facts_of_a_kernel() -> None:
     assert facts.dtypes == dict.fromkeys("QKVO", torch.bfloat16)
     assert (facts.head_dim_qk, facts.head_dim_v, facts.mask) == (64, 64, MaskType.CAUSAL)
     assert (facts.is_paged, facts.is_context, facts.is_sparse) == (True, False, False)
-    assert (facts.has_window, facts.sees_all_keys) == (False, False)
 
 
 def test_memory_is_that_of_the_tensors() -> None:
