@@ -225,20 +225,13 @@ def explain(
 ) -> Explanation:
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
-    The control is computed for the requests in `batches` (the simulation). A mismatch is an element that exceeds the test's
-    tolerance. The verdict is "bug" if the largest difference exceeds what the judge allows for a vector whose whole error is
-    in one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even for a kernel whose vectors
-    all have errors as large as their bounds. It is "noise" if both the mismatches and the largest difference have a
-    probability of at least `LEVEL` in the simulation. Otherwise it is "cannot be told".
-
-    Args:
-        batches: requests with values as in the test, because a difference is proportional to V.
-        mismatched, elements: number of elements that exceeded the tolerance, and of all elements in the test.
-        off_by: the largest `|got - want|` of the test; None: unknown.
-        against: how the test computed its expected result, one of `AGAINST`.
-
-    Raises:
-        ValueError: the numbers contradict each other.
+    The control is computed for the requests in `batches` (the simulation), with values as in the test. A mismatch is an
+    element that exceeds the test's tolerance. The verdict is "bug" if the largest difference (`off_by`) exceeds what the
+    judge allows for a vector whose whole error is in one element; or if `mismatched` or more mismatches have a probability
+    below `LEVEL` even for a kernel whose vectors all have errors as large as their bounds. It is "noise" if both the
+    mismatches and the largest difference have a probability of at least `LEVEL` in the simulation. Otherwise it is "cannot
+    be told". `against`: how the test computed its expected result, one of `AGAINST`. Raises ValueError if the numbers
+    contradict each other.
     """
     if not 1 <= mismatched <= elements:
         raise ValueError(f"{mismatched:,} mismatched of {elements:,} elements: at least 1, and at most all")
@@ -296,8 +289,7 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability of `count` or more mismatches ("events") in a test, estimated from a simulation, whose requests
-    had `counts` events, and `simulated` elements in all.
+    """Return the probability of `count` or more events in a test, estimated from a simulation whose requests had `counts`.
 
     This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an
     event is one of the test with the probability elements / (elements + simulated). Events of one request are not

@@ -1,7 +1,4 @@
-"""The pip extras that install packages for parts of the lab, and the error for a package that is not installed.
-
-This module imports only the standard library.
-"""
+"""The pip extras that install packages for parts of the lab. This module imports only the standard library."""
 
 import importlib.util
 from collections.abc import Iterable

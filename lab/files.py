@@ -1,7 +1,4 @@
-"""Write files atomically, and read JSON files, compressed or not. A file that is read may be damaged in any way.
-
-This module imports only the standard library.
-"""
+"""Write files atomically, and read JSON files, which may be damaged. This module imports only the standard library."""
 
 import errno
 import gzip
@@ -20,13 +17,9 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to the file `path` atomically: a reader sees the whole old text or the whole new text.
-
-    Missing parent folders are created. The text is UTF-8, with escapes for halves of surrogate pairs, and compressed by gzip
-    if the name ends in ".gz". For a symbolic link, its target is written.
-
-    Raises:
-        OSError: the file cannot be written; an old file is then unchanged. The error has the file's name.
+    """Write `text` to the file `path` atomically, in UTF-8 with escapes for halves of surrogate pairs, compressed by gzip if
+    the name ends in ".gz". Missing parent folders are created. For a symbolic link, its target is written. Raises OSError
+    with the file's name; an old file is then unchanged.
     """
     target = Path(os.path.realpath(path))  # which raises nothing for a link to itself
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -56,11 +49,8 @@ def regular(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; decompress it if its name ends in ".gz".
-
-    Raises:
-        OSError: the file cannot be read, or is not compressed by gzip.
-        ValueError: the file is not JSON, it is truncated, or its lists are nested too deep.
+    """Read a JSON file; decompress it if its name ends in ".gz". Raise OSError if it cannot be read or is no gzip file,
+    ValueError if it is not JSON, truncated, or nested too deep.
     """
     content = regular(path).read_bytes()
     try:

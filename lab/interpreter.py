@@ -1,10 +1,8 @@
 """Speed up Triton's interpreter, and distinguish its limits and its errors with bf16 from errors of a kernel.
 
-A launch replaces the functions of `triton.language` in the kernel's module by interpreted ones. Triton 3.7 repeats the
-search for these functions at every call of a `@triton.jit` function, which takes half of the time of a kernel with many
-helpers. Here each module is searched once per launch. The interpreter also computes each sum and product of integers a
-second time in 64 bits, for `device_assert`, which does nothing without the option `debug`, and builds its table of NumPy
-dtypes for each lookup. Both are removed.
+A launch replaces the functions of `triton.language` in the kernel's module. Triton 3.7 searches for them at every call of a
+`@triton.jit` function, half of the time of a kernel with many helpers; here once per launch. It also computes each sum and
+product of integers again in 64 bits, for `device_assert`, and builds its table of NumPy dtypes for each lookup; no longer.
 """
 
 import functools

@@ -1,7 +1,5 @@
-"""Kernel times from CUPTI's activity records, each attributed to the run that launched it.
-
-Every run has an external correlation id, so that work between two runs, such as a flush of L2, is not counted, and a run that
-launched nothing is an error.
+"""Kernel times from CUPTI's activity records. Every run has an external correlation id, so that work between two runs, such
+as a flush of L2, is not counted, and a run that launched nothing is an error.
 """
 
 import importlib
@@ -44,12 +42,9 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run the steps in order, each on an idle device, and return the activities of each timed run, sorted by start, without
-    those of its preparation.
-
-    Raises:
-        RuntimeError: cupti-python 13 or later is not installed, another profiler holds CUPTI, or a run has no activity.
-        RefusedTimeError: the GPU ran something that was launched neither by a run nor by its preparation.
+    """Run the steps in order, each on an idle device, and return the activities of each timed run, sorted by start. Raises
+    RuntimeError without cupti-python 13, under another profiler, or for a run without activity, and RefusedTimeError if the
+    GPU ran something that no run and no preparation launched.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind

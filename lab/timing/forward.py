@@ -92,32 +92,28 @@ def time_interleaved(
     """Build one pass or read one recorded call, and time it on several implementations with interleaved samples.
 
     Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new seed).
-    Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its host time is the field `plan_us`.
-
-    Returns:
-        For each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
-            prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
-            implementation's code.
+    Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its host time is the field `plan_us`. Returns for
+    each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented it:
+    DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))
     except RecordingError as error:
         return [DeclinedError(str(error)) for _ in implementations]
     forward = passes.forward
-    found: dict[int, TimedPass | Exception] = {}
-    works: dict[str, GpuWork] = {}
+    by_name = {str(place): implementation for place, implementation in enumerate(implementations)}
+    found: dict[str, TimedPass | Exception] = {}
     staged: dict[str, Staged] = {}
-    for place, implementation in enumerate(implementations):
+    for name, implementation in by_name.items():
         work = passes.work(PlannedOnce(implementation))
         try:
-            staged[str(place)] = stage(work, method)
-            works[str(place)] = work
+            staged[name] = stage(work, method)
         except NotImplementedError as error:
-            found[place] = DeclinedError(str(error))
+            found[name] = DeclinedError(str(error))
         except Exception as error:  # a foreign kernel may raise anything; the other kernels are still timed
-            found[place] = error
+            found[name] = error
     measured = measure_staged(staged, method, seed=seed) if staged else {}
-    found |= {int(name): time for name, time in measured.items() if isinstance(time, Exception)}
+    found |= {name: time for name, time in measured.items() if isinstance(time, Exception)}
     times = {name: time for name, time in measured.items() if not isinstance(time, Exception)}
     calls = {name: staged[name].calls[0] for name in times}
     slowest_us = max((time.median_us for time in times.values()), default=1.0)
@@ -125,7 +121,7 @@ def time_interleaved(
     most_calls = int(HOST_GPU_BUDGET_US / HOST_BATCHES / slowest_us)
     hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=max(1, min(CALLS_PER_BATCH, most_calls)))
     for name, time in times.items():
-        implementation = implementations[int(name)]
+        implementation = by_name[name]
         facts = case_facts(forward.case) | {
             "implementation": implementation.__name__,
             "kernel": kernel_names(implementation, forward.functions, forward.query.device),
@@ -134,10 +130,10 @@ def time_interleaved(
             "host_method": hosts[name].method,
         }
         if is_planned(PlannedOnce(implementation), forward):  # the plan's time includes its copies from the GPU
-            plan = host_time({"": works[name].call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
+            plan = host_time({"": staged[name].buffers[0].call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
             facts["plan_us"] = round(plan.median_us, 1)
-        found[int(name)] = time, facts
-    return [found[place] for place in range(len(implementations))]
+        found[name] = time, facts
+    return [found[name] for name in by_name]
 
 
 def case_facts(case: ForwardCase | MLACase | SimpleNamespace) -> dict[str, Any]:

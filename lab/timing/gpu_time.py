@@ -114,16 +114,11 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls. Each round takes one sample of every call, in random order.
+    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order.
 
-    Args:
-        works: the calls by name.
-        seed: seed of the tensors' contents; None draws a seed. A recorded seed repeats the contents.
-
-    Raises:
-        WrongWorkError: the results of a call are wrong, or its time is refused.
-        ValueError: the method cannot time a call; the message names a method that can.
-        RuntimeError: torch cannot capture a call, or `lab.timing.cupti` cannot record it.
+    `seed`, of the tensors' contents, repeats those of an earlier measurement; None draws a seed. Raises WrongWorkError for
+    wrong results or a refused time, ValueError if the method cannot time a call, and names one that can, and RuntimeError if
+    torch cannot capture it or `lab.timing.cupti` not record it.
     """
     staged = {}
     for name, work in works.items():
@@ -161,14 +156,12 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure staged calls as `measure_interleaved` does.
+    """Measure staged calls as `measure_interleaved` does. Return each time, or the error that prevented it: AssertionError
+    for wrong results, or RefusedTimeError.
 
     Between two samples of a call, all buffers (copies of its tensors) get new queries and lengths, some get new K, V and
     pages, and outputs are filled with NaN. Results are judged after the last sample of all calls: a part of the results of
     one buffer for each sample, and for the last sample a part of the results of every buffer and all results of one buffer.
-
-    Returns:
-        For each call its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -195,7 +188,7 @@ def measure_staged(
         else:
             taken = between_events(steps(), state, device_index, queued=method.clock is Clock.GRAPH)
     gather = _from_records if method.clock is Clock.CUPTI else _from_samples
-    results: dict[str, GpuTime | Exception] = dict(_wrong_results(works, kept))
+    results = _wrong_results(works, kept)
     for name, each in works.items():
         mine = [sample for sample, owner in zip(taken, order, strict=True) if owner == name]
         if name not in results:
@@ -291,9 +284,9 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
             wipe(work.arguments)
 
 
-def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield (name, first error) of each call with wrong results. Expected results of equal inputs are computed once."""
-    wrong: dict[str, AssertionError] = {}
+def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> dict[str, GpuTime | Exception]:
+    """Return the first error of each call with wrong results. Expected results of equal inputs are computed once."""
+    wrong: dict[str, GpuTime | Exception] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
         groups.setdefault((id(each.redraw), each.seeds, each.whole), []).append(each)
@@ -310,7 +303,7 @@ def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterato
             check_results([work for work in staged.buffers if work.redraw is None], Seeds(0, 0))
         except AssertionError as error:
             wrong.setdefault(name, error)
-    yield from wrong.items()
+    return wrong
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:

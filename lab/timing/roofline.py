@@ -1,7 +1,5 @@
-"""Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates.
-
-The memory rate is measured with a large negation, which reads and writes; a kernel that only reads can be a little faster. The
-matrix rate is measured with a large bf16 product; e4m3 products are faster.
+"""Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates. A
+kernel that only reads can be a little faster than the measured negation; e4m3 products are faster than the bf16 product.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,8 +1,5 @@
-"""Take samples of timed calls by a clock, and check this clock against the host's clock.
-
-The host's clock measures the time from a device-wide wait before the work to a device-wide wait after it, minus the same time
-without work. It includes work on every stream. Functions that read time are bound in this module before a kernel is loaded,
-so that a kernel cannot replace them.
+"""Take samples of timed calls by a clock, and check this clock against the host's, which measures the time between two
+device-wide waits, and so work on every stream. Functions that read time are bound before a kernel is loaded.
 """
 
 import random

@@ -135,11 +135,8 @@ def compare_samples(
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times: by `compare_samples` if both have samples, else by the interval that contains the ratio if
-    each time lies between its quartiles, without a rank test. Medians alone give UNSURE. Raises ValueError for a median that
-    is no time.
-
-    For normal samples with the standard deviation s, the half-width of this interval is 1.35 s. The 99 % interval of n
-    samples on each side has the half-width 2.58 * 1.25 s sqrt(2 / n), which is 1.35 s at n = 11. The lab takes more samples.
+    each time lies between its quartiles, without a rank test. Medians alone give UNSURE. For normal samples this interval is
+    as wide as the 99 % interval of 11 samples on each side (1.35 standard deviations); the lab takes more.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)

@@ -28,11 +28,7 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return one rank's part of the layer, if `size` ranks share its heads; every rank has at least one K/V head.
-
-        Raises:
-            ValueError: the heads do not divide over the ranks.
-        """
+        """Return one of `size` ranks' part of the layer, with a K/V head at least. Raise ValueError if heads do not divide."""
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
         if self.num_kv_heads % size and size % self.num_kv_heads:

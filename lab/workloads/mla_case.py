@@ -38,17 +38,6 @@ class LatentLayer:
             return DSABackend(implementation, Indexer(self.index_topk), query_dtype=query_dtype)
         return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
 
-    def check_two_pools(self) -> None:
-        if self.compress_ratio not in RATIOS or self.qk_rope_head_dim:
-            raise ValueError(
-                f"compress_ratio={self.compress_ratio} must be one of {RATIOS}, and qk_rope_head_dim 0: kv_lora_rank is the "
-                "whole entry"
-            )
-        if bool(self.index_topk) != (self.compress_ratio not in (TOKENS_ALONE, WITHOUT_INDEXER)):
-            raise ValueError(
-                f"index_topk={self.index_topk} with compress_ratio={self.compress_ratio}: those with 1, 2 and 4 have an indexer"
-            )
-
     @property
     def head_dim(self) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -130,20 +119,25 @@ class MLACase(LatentLayer, PassCase):
         return self.index_topk is not None or self.compress_ratio is not None
 
     def _check_sparse(self) -> None:
-        index_topk, rows, name = self.index_topk, self.mode.query_rows, "DSA"
+        index_topk, ratio, rows, name = self.index_topk, self.compress_ratio, self.mode.query_rows, "DSA"
         if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
             raise ValueError(
                 f"index_topk={index_topk} must be at least 1, and such a pass has no dcp_size and no other attention than "
                 f"{DraftAttention.MLA!r}"
             )
         is_refused = rows.are_unequal_drafts
-        if self.compress_ratio is not None:
-            self.check_two_pools()
-            name, is_refused = "DSV4", self.mode.extends_draft and not rows.are_uniform
-            if (self.compress_ratio and (self.mode.extends_draft or self.draft_step is not None)) or self.virtual_slots:
+        if ratio is not None:
+            if ratio not in RATIOS or self.qk_rope_head_dim:
                 raise ValueError(
-                    f"compress_ratio={self.compress_ratio}: a draft model has 0, and slots are not virtual with DSV4"
+                    f"compress_ratio={ratio} must be one of {RATIOS}, and qk_rope_head_dim 0: kv_lora_rank is the whole entry"
                 )
+            if bool(index_topk) != (ratio not in (TOKENS_ALONE, WITHOUT_INDEXER)):
+                raise ValueError(
+                    f"index_topk={index_topk} with compress_ratio={ratio}: those with 1, 2 and 4 have an indexer"
+                )
+            name, is_refused = "DSV4", self.mode.extends_draft and not rows.are_uniform
+            if (ratio and (self.mode.extends_draft or self.draft_step is not None)) or self.virtual_slots:
+                raise ValueError(f"compress_ratio={ratio}: a draft model has 0, and slots are not virtual with DSV4")
         if is_refused:
             raise ValueError(f"{self.mode!r} is no mode of {name}: leave index_topk and compress_ratio None")
 

@@ -92,21 +92,9 @@ class PassCase(PassLens):
             draft_step=(is_draft_step, "only ForwardMode.DECODE has draft steps"),
             num_draft_tokens=(rows.are_bounded, "only ForwardMode.RAGGED_VERIFY has most rows of a request"),
         )
-        if self.draft_step is not None:
-            self._check_draft_step(self.draft_step)
-
-    def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set without meaning. `uses`: (whether it has a meaning, words about where it has
-        one).
-        """
-        for name, (is_used, who_uses) in uses.items():
-            value, default = getattr(self, name), getattr(type(self), name)
-            if value != default and not is_used:
-                raise ValueError(
-                    f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}"
-                )
-
-    def _check_draft_step(self, draft_step: object) -> None:
+        draft_step: object = self.draft_step
+        if draft_step is None:
+            return
         if isinstance(draft_step, bool) or not isinstance(draft_step, int):
             raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
         if draft_step < FROZEN_KV_STEP:
@@ -118,6 +106,15 @@ class PassCase(PassLens):
             raise ValueError(
                 f"prefix_lens={self.prefix_lens}: a row of a frozen-KV draft is at its request's last token, so each has one"
             )
+
+    def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
+        """Raise ValueError if a field is set without meaning. `uses`: (whether it has a meaning, words about where)."""
+        for name, (is_used, who_uses) in uses.items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and not is_used:
+                raise ValueError(
+                    f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}"
+                )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
         check_contents(self.contents)

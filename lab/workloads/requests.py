@@ -118,12 +118,8 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty pool with room for requests of these largest lengths, in pages of their own, and for page 0, the sink.
-
-    Args:
-        spare_pages: further pages.
-        swa_spare_pages: further pages of the sliding-window pool; None: there is no such pool.
-        virtual_slots: slots are virtual, and there are three times as many virtual pages as pages.
+    """Return an empty pool with pages for requests of these lengths, page 0, the sink, and `spare_pages`. `swa_spare_pages`
+    None: no sliding-window pool. With `virtual_slots` there are three times as many virtual pages as pages.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(
@@ -175,17 +171,14 @@ def forward_batch(
     num_draft_tokens: int | None = None,
     num_padding_rows: int = 0,
 ) -> ForwardBatch:
-    """Return a `ForwardBatch` with the lengths, host lists and `SpecInfo` that an engine gives it. The host reads nothing
-    from the device.
+    """Return a `ForwardBatch` with the lengths, host lists and `SpecInfo` of an engine. The host reads nothing from the
+    device.
 
     Args:
         rows: ``req_pool_index`` of each request, [batch_size] int64.
-        prefix_lens: tokens of each request before the pass, [batch_size] int64. This tensor becomes the batch's lengths if
-            the mode's lengths do not count new tokens.
-        q_lens: query rows of each request.
+        prefix_lens: tokens of each request before the pass, [batch_size] int64, which become the batch's lengths if those of
+            the mode do not count new tokens. Prefills need `prefix_lens_cpu` too.
         slots: slots of the query rows, [sum(q_lens)] int64.
-        prefix_lens_cpu: `prefix_lens` on the host; prefills need it.
-        draft_step, num_draft_tokens: as in `PassLens`.
     """
     new_lens = None
     if mode.query_rows.in_extend_seq_lens:

@@ -107,14 +107,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass that a name such as "decode/llama-3.1-8b/64q1s4k" describes.
-
-    Args:
-        trace: the requests of `trace` batches; None: the lab's own trace.
-
-    Raises:
-        ValueError: the name, or a part of it, is unknown or impossible. The message has the name.
-    """
+    """Return the pass that a name describes; `trace` None: the lab's own. Raise ValueError, with the name, for a wrong one."""
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
@@ -124,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes: of grouped queries, or of latent attention (MLA); else as `scenario`."""
+    """Return the pass that a name describes, as `scenario` does, also of latent attention (MLA)."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):
@@ -167,15 +160,8 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the keyword arguments for the options at the end of a scenario's name, such as page_size=16 for ``page16``.
-
-    Args:
-        flags: options without a number, each with its argument and value.
-        numbered: options with a number, each with its argument. The key is the option without the number.
-        of: words that follow "option" in error messages, such as " of draft_steps".
-
-    Raises:
-        ValueError: an option is unknown, or two options set the same argument.
+    """Return the keyword arguments for options such as ``page16``: `flags` have (argument, value), `numbered` arguments.
+    Raise ValueError if an option is unknown, or two set one argument. `of` follows "option" in messages.
     """
     settings: dict[str, Any] = {}
     for option in options:

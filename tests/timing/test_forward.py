@@ -43,7 +43,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         renew(work, seeds)
         call()
         check_results([work], seeds)
-        return SimpleNamespace(calls=[call])
+        return SimpleNamespace(calls=[call], buffers=[work])
 
     def measure(staged: Mapping[str, Any], method: Method, seed: int | None) -> dict[str, GpuTime]:
         return {name: GpuTime((2.0,), method, launches=1) for name in staged}

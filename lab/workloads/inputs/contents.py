@@ -60,11 +60,8 @@ class _Drawn:
 
 
 def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Draw query, keys, values and sinks. The numbers do not depend on the storage.
-
-    Returns:
-        The query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, one after another, float32
-            [sum(kv_lens), num_kv_heads, head_dim]; and the sinks, float32 [num_qo_heads], or None.
+    """Return the query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, float32
+    [sum(kv_lens), num_kv_heads, head_dim]; and sinks, float32 [num_qo_heads], or None. They do not depend on the storage.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -197,15 +194,9 @@ def draw_histories(
     head_dims: Sequence[int],
     softmax_scale: float,
 ) -> tuple[Tensor, list[History]]:
-    """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
-
-    Args:
-        needles: positions of each request's needles; None: no needles.
-        head_dims: head_dim of K and of V, or of each of a token's latent entries. The first is the query's too.
-
-    Returns:
-        The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len,
-            num_kv_heads, head_dim] each. Branches of a request have the same tokens.
+    """Return the query [num_rows, num_qo_heads, head_dim], and for each request its K and V, or its latent entries, [kv_len,
+    num_kv_heads, head_dim] each: N(0, 1), float32. `needles` has positions of each request's needles. `head_dims` are those
+    of K and V, or of each entry; the first is the query's too. Branches of a request have the same tokens.
     """
 
     def randn(*shape: int) -> Tensor:

@@ -47,12 +47,8 @@ class DSV4Inputs(AttentionInputs):
 
 
 def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of DeepSeek-V4's call. Queries, sinks and scales are taken from `of_window`.
-
-    Args:
-        of_window: a call over the tokens of each request. Its rows select tokens in `WINDOW_COLUMNS` columns.
-        of_compressed: a call with the same rows over the compressed entries of each request. Its columns follow those of
-            `of_window`; each row's entries are moved to the first of them.
+    """Return the tensors of DeepSeek-V4's call. `of_window` is a call over tokens, which has the queries, sinks and scales;
+    `of_compressed` one with the same rows over compressed entries, whose columns follow, each row's entries first.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
     if compressed.selected is not None:

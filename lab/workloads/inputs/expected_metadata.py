@@ -80,9 +80,7 @@ def wrong_metadata(
 def wrong_eager_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, *, expand_encoder_only_verify: bool | None = None
 ) -> str:
-    """Return a sentence about the first error in the metadata of a pass without a graph: cells, shapes, dtypes or
-    `max_seq_len_q`; "" if none. `expand_encoder_only_verify` None, if unknown: the encoder's shapes are not compared.
-    """
+    """Return a sentence about the first wrong cell, shape or dtype, "" if none. `expand_encoder_only_verify` None: unknown."""
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
     tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)

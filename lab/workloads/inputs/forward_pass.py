@@ -143,7 +143,7 @@ class ForwardPass(EnginePass):
 
     @property
     def functions(self) -> list[str]:
-        return [planned.call.value for planned in self.plan]
+        return super().functions if self.case.block_sparse else [planned.call.value for planned in self.plan]
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
@@ -168,15 +168,12 @@ class ForwardPass(EnginePass):
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case = self.case
         q_lens = [case.q_lens[request] for request in requests]
-        return mha_truth(
-            rounded(query, case.dtypes.query),
-            histories,
-            q_lens,
-            self.layer,
-            kv_dtype=case.kv_dtype,
-            out_dtype=case.dtypes.out,
-            arithmetic=case.arithmetic,
-        )
+        dtypes: dict[str, Any] = {
+            "kv_dtype": case.kv_dtype,
+            "out_dtype": case.dtypes.out,
+            "arithmetic": case.arithmetic,
+        }
+        return mha_truth(rounded(query, case.dtypes.query), histories, q_lens, self.layer, **dtypes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +181,6 @@ class BlockSparsePass(SelectingPass, ForwardPass):
     """A forward pass of MiniMax-M3: each row and K/V head sees only the pages in `topk_indices`, from `draw_pages`."""
 
     metadata: Any
-
-    @property
-    def functions(self) -> list[str]:
-        return [self.case.interface.value]
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         q_lens = self.case.q_lens
@@ -219,14 +212,9 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return the expected results of one layer for the query rows of all requests. A request's query rows are its last
-    tokens.
-
-    Args:
-        query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
-        histories: for each request, the K and V that its last row sees, in the form of `EnginePass.histories`.
-        layer: the layer. Its scales are used if the cache is quantised.
-        arithmetic: dtype of the operands of the control, whose error bounds the kernel's; None: the query's dtype.
+    """Return the expected results of one layer for the rows of all requests, their last tokens: query [num_rows,
+    num_qo_heads, head_dim] in the dtype that the calls take, histories as in `EnginePass`. The layer's scales are used if
+    the cache is quantised. `arithmetic`: dtype of the control's operands; None: the query's.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
     rules = Rules(
@@ -245,23 +233,20 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     """Build the forward pass of a case. All other cells of its cache are huge. `build_metadata` None: the backend's builder."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
-    sides = (model.head_dim, model.head_dim)
-    query, drawn = draw_histories(
-        case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
-    )
+    heads, sides = (model.num_qo_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
+    query, drawn = draw_histories(case, generator, limits_of(case), *heads, sides, model.softmax_scale)
     stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
     histories = [read_kv(*sides) for sides in stored]
-    layer, width = new_layer(case, device, generator), stored_width(case)
+    layer = new_layer(case, device, generator)
     pool = new_poisonable_pool(case, device)
-    heads, window = model.num_kv_heads, case.sliding_window
-    cache = pool.new_cache(heads, width, case.kv_dtype, case.layout, sliding_window=window)
+    sizes = model.num_kv_heads, stored_width(case)
+    cache = pool.new_cache(*sizes, case.kv_dtype, case.layout, sliding_window=case.sliding_window)
     cache = with_scale_factors(case, cache)
-    build = build_metadata or case.backend().build_metadata
-    batch, metadata = admit_and_write(case, pool, cache, stored, build)
+    batch, metadata = admit_and_write(case, pool, cache, stored, build_metadata or case.backend().build_metadata)
     rows = with_padding_rows(query, case.num_padding_rows).to(case.dtype)
     made = case, pool, batch, metadata, layer, cache, rows, histories
     if case.block_sparse:
-        return BlockSparsePass(*made, draw_pages(case.row_lens, heads, generator))
+        return BlockSparsePass(*made, draw_pages(case.row_lens, model.num_kv_heads, generator))
     _poison_table_tails(metadata, cache, case)
     return ForwardPass(*made)
 
@@ -300,12 +285,10 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Fill the cache with huge values, admit the case's requests, and write their histories as an engine does. Return
-    (batch, metadata).
+    """Admit the case's requests and write their histories as an engine does. Return (batch, metadata).
 
     Tokens before the query rows are written before the metadata is built, the query rows' tokens afterwards: to the batch's
-    slots or, with a window, to the metadata's slots. Pages before a window are evicted before the first write, or for
-    DeepSeek-V4 after it.
+    slots or, with a window, to the metadata's slots. Pages before a window are evicted first, or for DeepSeek-V4 after that.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):

@@ -66,11 +66,7 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
     if tensor.element_size() != other.element_size():
         return False
     both = as_integers(tensor), as_integers(other)
-    if all(map(_has_words, both)):
+    in_words = [each.nbytes % 8 == each.storage_offset() * each.element_size() % 8 == 0 for each in both]
+    if all(in_words) and all(each.is_contiguous() for each in both):
         both = both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
     return tensor.shape == other.shape and torch.equal(*both)
-
-
-def _has_words(integers: Tensor) -> bool:
-    offset = integers.storage_offset() * integers.element_size()
-    return integers.is_contiguous() and integers.nbytes % 8 == 0 and offset % 8 == 0

@@ -86,12 +86,10 @@ class ShardedMLAPass(MLAPass):
 
 @dataclass(frozen=True, eq=False)
 class SparseMLAPass(SelectingPass, MLAPass):
-    """A forward pass whose rows select entries: in DeepSeek sparse attention (DSA) the entries at their positions, in
-    DeepSeek-V4 the tokens of their window and the compressed entries of their groups of tokens. A history is then (entries,
-    compressed entries), both [kv_len, head_dim]; a group's compressed entry is at the position of the group's last token.
-
-    Attributes:
-        topk_indices: int32 [rows, top_k], -1 for none: positions, in V4 indices of groups. Padding rows follow in V4.
+    """A forward pass whose rows select entries: in DeepSeek sparse attention (DSA) those at their positions, in DeepSeek-V4
+    the tokens of their window and the compressed entries of their groups of tokens. A history is then (entries, compressed
+    entries), both [kv_len, head_dim]; a group's entry is at the position of its last token. `topk_indices` is int32 [rows,
+    top_k], -1 for none: positions, in V4 indices of groups. Padding rows follow in V4.
     """
 
     metadata: Any
@@ -137,13 +135,9 @@ def mla_truth(
     layer: MLALayer,
     selected: Tensor | None = None,
 ) -> Truth:
-    """Return the expected results of the query rows of requests, computed from the requests' latent entries.
-
-    Args:
-        query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
-        histories: for each request the entries that its last row sees, in the form of `MLAPass.histories`.
-        selected: positions, or for DeepSeek-V4 groups, that each row selects, [num_rows, top_k]; None: all entries up to its
-            own.
+    """Return the expected results of the query rows, [num_rows, num_qo_heads, head_dim] in the dtype that the call takes,
+    from what each request's last row sees (`histories`). `selected` has the positions, or for DeepSeek-V4 groups, that each
+    row selects, [num_rows, top_k]; None: all entries up to its own.
     """
     entries = [history[0] for history in histories]
     if selected is not None:

@@ -1,7 +1,5 @@
-"""Draw new contents of a timed forward pass in place, so that a kernel cannot reuse the results of earlier calls.
-
-All contents are drawn from seeds. The expected results of a call are computed from its seeds after the call, so that no kernel
-can find them earlier.
+"""Draw new contents of a timed forward pass in place, so that a kernel cannot reuse the results of earlier calls. The
+expected results are computed from the seeds after a call, so that no kernel can find them earlier.
 """
 
 import copy

@@ -1,8 +1,5 @@
-"""A test fixture for CUDA graphs: a pool with requests and their histories, one attention layer, and a runner of graphs.
-
-A batch must not see a request's later tokens, other requests' pages, or page 0, the sink of padding rows, which can be poisoned
-with huge values or NaN. After a replay or an eager pass, `ReplayFixture.wrongs` compares the metadata with
-`lab.references.forward_metadata`, and the output with the expected results of the histories.
+"""A test fixture for CUDA graphs: a pool with requests and their histories, one attention layer, and a runner of graphs. A
+batch must not see later tokens, other requests' pages, or page 0, the sink of padding rows.
 """
 
 import itertools

@@ -42,11 +42,6 @@ def in_halves(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _heads_first(tensor: Tensor) -> Tensor:
-    heads = tensor.dim() - 2
-    return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
-
-
 def _far_apart(tensor: Tensor) -> Tensor:
     """Return a copy whose last row begins more than 2**31 elements after the first. Gaps are not written."""
     row = tensor[:1].numel()
@@ -78,7 +73,8 @@ class Layout(TextEnum):
     HEADS_APART = "heads apart", lambda tensor: apart(tensor, -2, GAP)
     AT_16_BYTES = "at 16 bytes", lambda tensor: at_bytes(tensor, LEAST_ALIGNMENT_BYTES)
     AT_AN_ELEMENT = "at an element", lambda tensor: at_bytes(tensor, tensor.element_size())
-    HEADS_FIRST = "heads first", _heads_first
+    # [..., rows, heads, elements] is stored as [heads, ..., rows, elements].
+    HEADS_FIRST = "heads first", lambda tensor: tensor.movedim(-2, 0).contiguous().movedim(0, -2)
     FAR_APART = "far apart", _far_apart
     # Gaps between requests: the first two axes of a query with four axes cannot be merged into one.
     REQUESTS_APART = "requests apart", lambda tensor: apart(tensor, 0, tensor[:1, :1].numel())
