@@ -69,7 +69,6 @@ def read_json(path: Path) -> Any:
 
 
 def without_suffix(path: Path) -> Path:
-    """Return the path of a JSON file without ".json" or ".json.gz"."""
     return (path.with_suffix("") if path.suffix == COMPRESSED else path).with_suffix("")
 
 

@@ -25,7 +25,7 @@ from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.pass_case import RaggedCase
 
 # What judges, and what the reproduction of a case is made of.
 __all__ = [

@@ -143,7 +143,7 @@ def scenario(
     """Write the lengths of recorded requests as a trace, from which scenarios like decode/llama-3.1-8b/trace8 take batches."""
     from lab.files import write_text
     from lab.recorded.case import recorded_cases, traced_requests
-    from lab.workloads.synthetic import as_mooncake
+    from lab.workloads.traces import as_mooncake
 
     with refusing_errors():
         if out.suffix != ".jsonl":

@@ -42,7 +42,7 @@ from lab.workloads.inputs.forward_pass import (
     stored_width,
     with_scale_factors,
 )
-from lab.workloads.inputs.mla_pass import MLAPass, SparseMLAPass, new_mla_layer
+from lab.workloads.inputs.mla_pass import MLAPass, new_mla_layer
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
@@ -243,6 +243,6 @@ def _unwritten_mla_pass(case: MLACase, pool: KVPool, batch: ForwardBatch) -> MLA
     if case.is_sparse:
         own = case.backend().build_metadata(batch, pool)
         chosen = torch.full((len(own.seq_lens), case.index_topk or 0), -1, dtype=torch.int32)
-        return SparseMLAPass(case, pool, batch, own, layer, cache, query, (), chosen)
+        return MLAPass(case, pool, batch, own, layer, cache, query, (), chosen)
     metadata = build_mla_decode_metadata(batch, pool, case.attention)
     return MLAPass(case, pool, batch, metadata, layer, cache, query, ())

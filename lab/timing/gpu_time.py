@@ -95,7 +95,6 @@ class GpuTime:
 
 
 def interquartile_range(samples: Sequence[float]) -> float:
-    """Return the interquartile range in the unit of the samples; 0 for a single sample."""
     if len(samples) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
@@ -220,7 +219,6 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Draw the queries and lengths of this turn in all buffers of one timed call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 

@@ -253,7 +253,6 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the floating-point operations: 4 · head_dim per query head, row and visible key."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property

@@ -176,7 +176,6 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the floating-point operations: 2 · (head_dim + kv_lora_rank) per query head, row and visible entry."""
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
 
     @property

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from random import Random
+from statistics import NormalDist
 from typing import Any
 
 from lab.files import regular
 
+OWN_TRACE = Path(__file__).parent / "data" / "synthetic_chat.jsonl"
+MEAN_GAP_MS = 50.0  # between two arrivals of the lab's own trace
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{7})", re.ASCII)
 _TICKS_PER_SECOND = 10_000_000  # a tick of Azure's times is 100 ns
@@ -27,7 +31,8 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    return read_mooncake(Path(__file__).parent / "data" / "synthetic_chat.jsonl")
+    """Return the lab's own small trace, which `synthetic_chat` has drawn."""
+    return read_mooncake(OWN_TRACE)
 
 
 def read_trace(path: str | Path) -> list[TracedRequest]:
@@ -166,3 +171,31 @@ def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: f
     raise ValueError(
         f"at {ms_per_token} ms per token never {batch_size} requests of this trace run at once; take fewer or a slower pace"
     )
+
+
+def synthetic_chat(num_requests: int = 1000, seed: int = 1) -> list[TracedRequest]:
+    """Draw the lab's synthetic trace, which is the same on every machine. It is fitted to no service: arrivals are Poisson,
+    20 a second, prompts log-normal, median 1,000 tokens, sigma 1.2, clipped, and answers log-normal, median 250, sigma 0.9.
+    """
+    random = Random(seed)
+    requests, arrival_ms = [], 0.0
+    for _ in range(num_requests):
+        arrival_ms += -math.log(1.0 - random.random()) * MEAN_GAP_MS
+        prompt_tokens = _log_normal(random.random(), median=1000, sigma=1.2, least=16, most=120_000)
+        answer_tokens = _log_normal(random.random(), median=250, sigma=0.9, least=4, most=4_000)
+        requests.append(TracedRequest(float(round(arrival_ms)), prompt_tokens, answer_tokens))
+    return requests
+
+
+def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
+    # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
+    deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
+    return min(max(round(median * math.exp(sigma * deviation)), least), most)
+
+
+def as_mooncake(requests: Sequence[TracedRequest]) -> str:
+    rows = (
+        {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
+        for each in requests
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -13,7 +13,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.ragged import build_ragged
 from lab.workloads.interfaces import Interface
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.pass_case import RaggedCase
 
 SIZES: dict[Interface, dict[str, Any]] = {
     AttentionCall.DECODE: {},

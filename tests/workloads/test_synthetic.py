@@ -1,40 +1,39 @@
 """The lab's own trace is what its program writes, has the lengths that it claims, and fills large batches."""
 
 import math
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 import pytest
 
-from lab.workloads import synthetic
-from lab.workloads.traces import own_trace, read_mooncake, snapshot
+from lab.workloads.traces import (
+    OWN_TRACE,
+    _log_normal,
+    as_mooncake,
+    own_trace,
+    read_mooncake,
+    snapshot,
+    synthetic_chat,
+)
 
 
 def test_the_file_is_what_the_program_writes() -> None:
-    assert synthetic.PATH.read_text(encoding="utf-8") == synthetic.as_mooncake(synthetic.synthetic_chat())
-    assert own_trace() == synthetic.synthetic_chat()
-
-
-def test_the_module_writes_nothing_when_it_is_run() -> None:
-    packaged = synthetic.PATH.stat()
-    subprocess.run([sys.executable, "-m", "lab.workloads.synthetic", "--help"], check=True)
-    assert synthetic.PATH.stat() == packaged
+    assert OWN_TRACE.read_text(encoding="utf-8") == as_mooncake(synthetic_chat())
+    assert own_trace() == synthetic_chat()
 
 
 def test_a_written_trace_reads_back(tmp_path: Path) -> None:
-    requests = synthetic.synthetic_chat(num_requests=50, seed=7)
+    requests = synthetic_chat(num_requests=50, seed=7)
     assert requests != own_trace()[:50]
     path = tmp_path / "trace.jsonl"
-    path.write_text(synthetic.as_mooncake(requests))
+    path.write_text(as_mooncake(requests))
     assert read_mooncake(path) == requests
 
 
 def test_lengths_are_log_normal_and_arrivals_poisson() -> None:
     """Within about four standard errors of 20,000 draws; the clips, which few draws reach, hardly move a logarithm."""
-    requests = synthetic.synthetic_chat(num_requests=20_000, seed=3)
+    requests = synthetic_chat(num_requests=20_000, seed=3)
     for name, middle, sigma, least, most in (
         ("input_length", 1000, 1.2, 16, 120_000),
         ("output_length", 250, 0.9, 4, 4000),
@@ -50,7 +49,7 @@ def test_lengths_are_log_normal_and_arrivals_poisson() -> None:
 
 
 def test_lengths_are_clipped() -> None:
-    lengths = [synthetic._log_normal(uniform, 1000, 1.2, 16, 120_000) for uniform in (0.0, 0.5, 1 - 2.0**-53)]
+    lengths = [_log_normal(uniform, 1000, 1.2, 16, 120_000) for uniform in (0.0, 0.5, 1 - 2.0**-53)]
     assert lengths == [16, 1000, 120_000]
 
 

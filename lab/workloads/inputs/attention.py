@@ -181,7 +181,6 @@ class AttentionInputs:
         return arguments | {"workspace_buffer": new_workspace(device)}
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new output tensor filled with NaN and huge values; `dtype` None: the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
         return unwritten(torch.empty(shape, dtype=dtype or self.out_dtype, device=self.query.device))
 

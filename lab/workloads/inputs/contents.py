@@ -10,7 +10,7 @@ Poison is a value that would change a result if a kernel read it.
 import math
 import mmap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -49,7 +49,7 @@ SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}
 ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # SGLang 0.5.23's default
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Drawn:
     case: AttentionCase
     request: int  # the request's number in the case
@@ -74,88 +74,83 @@ def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Te
         own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
         query = torch.randn(q_len, num_qo_heads, case.head_dim, generator=own)
         keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
-        drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
+        drawn.append(_Drawn(case, request, directions, query, keys, values))
+        _SHAPE[case.contents](drawn[-1])
     query, keys, values = (torch.cat([getattr(each, side) for each in drawn]) for side in ("query", "keys", "values"))
     on_device = rounded(query.to(device), case.dtype), keys.to(device), values.to(device)
     return *on_device, sinks.to(device) if case.sinks else None
 
 
-def _needles(drawn: _Drawn) -> _Drawn:
+def _needles(drawn: _Drawn) -> None:
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
-    return replace(drawn, query=leaning(drawn.query, drawn.directions))
+    drawn.query = leaning(drawn.query, drawn.directions)
 
 
-def _counted(drawn: _Drawn) -> _Drawn:
+def _counted(drawn: _Drawn) -> None:
     """Make queries zero, and values one-hot codes of the key's position, in sizes that differ by head."""
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
-    values = torch.zeros_like(drawn.values)
+    values = drawn.values.zero_()
     for head in range(case.num_kv_heads):
         size = 2.0 ** (head % 4)
         values[positions, head, positions % half] = size
         values[positions, head, half + (positions // half + drawn.request) % half] = size
     # MLA's keys are its values. Zero queries give all keys the same weight.
-    keys = values if case.is_mla else torch.zeros_like(drawn.keys)
-    return replace(drawn, query=torch.zeros_like(drawn.query), keys=keys, values=values)
+    drawn.query.zero_()
+    drawn.keys = values if case.is_mla else drawn.keys.zero_()
 
 
-def _low(drawn: _Drawn) -> _Drawn:
+def _low(drawn: _Drawn) -> None:
     """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, by the last coordinate."""
-    query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
-    keys[..., -1] = -largest
-    query[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
-    return replace(drawn, query=query, keys=keys)
+    drawn.keys[..., -1] = -largest
+    drawn.query.zero_()[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
 
 
-def _tall(drawn: _Drawn) -> _Drawn:
+def _tall(drawn: _Drawn) -> None:
+    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
-    query, keys = 0.25 * drawn.query, drawn.keys.clone()
     # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
     largest = torch.finfo(drawn.case.dtype).max
     at_query = min(2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale)), largest)
-    query[..., -1] = at_query
-    keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
-    return replace(drawn, query=query, keys=keys)
+    drawn.query.mul_(0.25)[..., -1] = at_query
+    drawn.keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
 
 
-def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Set key 0's value to zero and its logit to `logit`, and all other logits to 0, by the last coordinate: in MLA a rotary
-    one.
-    """
-    query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
+def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> None:
+    """Set key 0's value to zero, its logit to `logit` and all other logits to 0, by the last coordinate: in MLA rotary."""
     product = logit / drawn.case.softmax_scale
     # No dtype rounds a power of two. Otherwise a Q cast to e4m3 (12.73 to 13) turns e**-9 into e**-9.19: outputs 14 % smaller.
     at_query = 2.0 ** round(math.log2(product / 8.0))
-    query[..., -1] = at_query
-    keys[..., -1] = 0.0
-    for side in (keys, values):
+    drawn.query.zero_()[..., -1] = at_query
+    drawn.keys[..., -1] = 0.0
+    for side in (drawn.keys, drawn.values):
         side[:1] = 0.0
-    keys[:1, :, -1] = product / at_query
-    return replace(drawn, query=query, keys=keys, values=values)
+    drawn.keys[:1, :, -1] = product / at_query
 
 
-def _loud(drawn: _Drawn) -> _Drawn:
-    side = "keys" if drawn.case.is_mla else "values"
-    drawn = replace(drawn, **{side: getattr(drawn, side).abs()})
-    return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
+def _loud(drawn: _Drawn) -> None:
+    (drawn.keys if drawn.case.is_mla else drawn.values).abs_()
+    _scale_values(drawn, _LOUD[drawn.case.kv_dtype])
 
 
-def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
+def _scale_values(drawn: _Drawn, factor: float) -> None:
     if drawn.case.is_mla:
-        return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
-    return replace(drawn, values=drawn.values * factor)
+        drawn.query /= max(factor, 1.0)
+    side = drawn.keys if drawn.case.is_mla else drawn.values
+    side *= factor
 
 
-_SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
-    Contents.RANDOM: lambda drawn: drawn,
+# Each function changes the tensors that were drawn.
+_SHAPE: dict[Contents, Callable[[_Drawn], object]] = {
+    Contents.RANDOM: lambda drawn: None,
     Contents.NEEDLES: _needles,
     Contents.COUNTED: _counted,
     Contents.LOW: _low,
     Contents.LOUD: _loud,
-    Contents.FAINT: lambda drawn: _scaled_values(drawn, _FAINT[drawn.case.kv_dtype]),
+    Contents.FAINT: lambda drawn: _scale_values(drawn, _FAINT[drawn.case.kv_dtype]),
     Contents.TALL: _tall,
     Contents.OVERSHADOWED: _overshadowed,
     Contents.SHADED: partial(_overshadowed, logit=9.0),
@@ -173,9 +168,7 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query, [num_rows, num_qo_heads, head_dim], with `LEAN` times the direction of its K/V head added to each
-    head. `directions` are unit vectors, [num_kv_heads, head_dim].
-    """
+    """Return the query [rows, num_qo_heads, head_dim] plus `LEAN` times the unit vector in `directions` of each K/V head."""
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 

@@ -64,7 +64,6 @@ class DraftListsCase:
 
     @property
     def most_tokens(self) -> int:
-        """Return the number of tokens in the last step's lists, which are the longest."""
         most = self.window_size + self.sink_size if self.window_size else max(self.lens, default=0)
         return self.topk * sum(min(n, most) + self.num_steps for n in self.lens)
 

@@ -57,6 +57,8 @@ class EnginePass:
     #: each request's K and V, or latent entries, [kv_len, ...], as the cache stores them, before the layer's scales are
     #: applied; dequantised for an NVFP4 cache
     histories: Sequence[History]
+    #: the pages, entries or groups of tokens that each row sees, -1 for none; None: all
+    topk_indices: Tensor | None = None
 
     @property
     def functions(self) -> list[str]:
@@ -70,12 +72,12 @@ class EnginePass:
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel may read but must not change, by name."""
         factors = getattr(self.cache, "scale_factors", None)
-        cached = {"cache": self.cache.storage, "scale_factors": factors}
+        cached = {"cache": self.cache.storage, "scale_factors": factors, "topk_indices": self.topk_indices}
         named = {"query": self.query, **cached, **vars(self.metadata), **vars(self.layer)}
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        return {
+        arguments = {
             "batch": self.batch,
             "metadata": self.metadata,
             "layer": self.layer,
@@ -84,6 +86,7 @@ class EnginePass:
             "max_context_len": self.case.max_context_len,
             "out": out,
         }
+        return arguments if self.topk_indices is None else arguments | {"topk_indices": self.topk_indices}
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
         """Return a function that makes the backend's calls. `arguments` are those of `Backend.prepare_attention`."""
@@ -91,7 +94,6 @@ class EnginePass:
         return call
 
     def new_out(self) -> Tensor:
-        """Return a new output tensor filled with NaN and huge values, [num_rows, num_qo_heads, head_dim of the values]."""
         return unwritten(self.query.new_empty((len(self.query), *self.case.out_shape)))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
@@ -115,19 +117,6 @@ class EnginePass:
     def read(self, *stored: Tensor) -> History:
         """Convert what `stored` returned to tokens as a kernel reads them, before the layer's scales are applied."""
         return stored
-
-
-@dataclass(frozen=True, eq=False)
-class SelectingPass(EnginePass):
-    """A forward pass in which each row sees only the pages, entries or groups of tokens that `topk_indices` has for it."""
-
-    topk_indices: Tensor
-
-    def arguments(self, out: Tensor) -> dict[str, Any]:
-        return super().arguments(out) | {"topk_indices": self.topk_indices}
-
-    def inputs(self) -> dict[str, Tensor]:
-        return super().inputs() | {"topk_indices": self.topk_indices}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,24 +157,16 @@ class ForwardPass(EnginePass):
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case = self.case
         q_lens = [case.q_lens[request] for request in requests]
+        if self.topk_indices is not None:
+            of_requests = self.topk_indices.split(case.q_lens, dim=1)
+            own = torch.cat([of_requests[request] for request in requests], dim=1)
+            return block_sparse_truth(query, histories, q_lens, own, self.layer)
         dtypes: dict[str, Any] = {
             "kv_dtype": case.kv_dtype,
             "out_dtype": case.dtypes.out,
             "arithmetic": case.arithmetic,
         }
         return mha_truth(rounded(query, case.dtypes.query), histories, q_lens, self.layer, **dtypes)
-
-
-@dataclass(frozen=True, eq=False)
-class BlockSparsePass(SelectingPass, ForwardPass):
-    """A forward pass of MiniMax-M3: each row and K/V head sees only the pages in `topk_indices`, from `draw_pages`."""
-
-    metadata: Any
-
-    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        q_lens = self.case.q_lens
-        own = torch.cat([self.topk_indices.split(q_lens, dim=1)[request] for request in requests], dim=1)
-        return block_sparse_truth(query, histories, [q_lens[request] for request in requests], own, self.layer)
 
 
 def block_sparse_truth(
@@ -246,7 +227,7 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     rows = with_padding_rows(query, case.num_padding_rows).to(case.dtype)
     made = case, pool, batch, metadata, layer, cache, rows, histories
     if case.block_sparse:
-        return BlockSparsePass(*made, draw_pages(case.row_lens, model.num_kv_heads, generator))
+        return ForwardPass(*made, draw_pages(case.row_lens, model.num_kv_heads, generator))
     _poison_table_tails(metadata, cache, case)
     return ForwardPass(*made)
 

@@ -24,7 +24,6 @@ from lab.workloads.inputs.contents import E4M3_K_SCALE, as_stored, draw_historie
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.forward_pass import (
     EnginePass,
-    SelectingPass,
     admit_and_write,
     limits_of,
     new_poisonable_pool,
@@ -39,7 +38,12 @@ BuildMLAMetadata = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A forward pass of the MLA backend, whose cache has paged latent entries. A history is (entries [kv_len, head_dim],)."""
+    """A forward pass of the MLA backend, whose cache has paged latent entries. A history is (entries [kv_len, head_dim],).
+
+    In DeepSeek sparse attention (DSA) rows select entries, at the positions `topk_indices`, int32 [rows, top_k]. In DeepSeek-V4
+    they see the tokens of their window and the compressed entries of groups of tokens, whose indices these are, and padding
+    rows follow. A history is then (entries, compressed entries); a group's entry is at the position of its last token.
+    """
 
     case: MLACase
     metadata: TRTLLMMLADecodeMetadata
@@ -49,10 +53,6 @@ class MLAPass(EnginePass):
     def stored(self, *sides: Tensor) -> History:
         return tuple(as_stored(side, self.layer.k_scale, self.case.kv_dtype) for side in sides)
 
-    def selected(self, requests: Sequence[int]) -> Tensor | None:
-        """Return the positions (DeepSeek-V4: groups) that these requests' rows select, as in `mla_truth`; None: all."""
-        return None
-
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case = self.case
         unseen = [case.kv_lens[request] - case.seen_lens[request] for request in requests]
@@ -61,8 +61,11 @@ class MLAPass(EnginePass):
             for history, left_out in zip(histories, unseen, strict=True)
         ]
         query = rounded(query, case.query_dtype or self.query.dtype)
-        q_lens = [case.q_lens[request] for request in requests]
-        return mla_truth(query, self.query.dtype, seen, q_lens, self.layer, self.selected(requests))
+        q_lens, selected = [case.q_lens[request] for request in requests], None
+        if self.topk_indices is not None:
+            of_requests = self.rows_of_requests(self.topk_indices).split(case.q_lens)
+            selected = torch.cat([of_requests[request] for request in requests])
+        return mla_truth(query, self.query.dtype, seen, q_lens, self.layer, selected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,22 +85,6 @@ class ShardedMLAPass(MLAPass):
         }
         named = {"query": self.query, "cache": self.cache.storage, **of_ranks}
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
-
-
-@dataclass(frozen=True, eq=False)
-class SparseMLAPass(SelectingPass, MLAPass):
-    """A forward pass whose rows select entries: in DeepSeek sparse attention (DSA) those at their positions, in DeepSeek-V4
-    the tokens of their window and the compressed entries of their groups of tokens. A history is then (entries, compressed
-    entries), both [kv_len, head_dim]; a group's entry is at the position of its last token. `topk_indices` is int32 [rows,
-    top_k], -1 for none: positions, in V4 indices of groups. Padding rows follow in V4.
-    """
-
-    metadata: Any
-    cache: Any
-
-    def selected(self, requests: Sequence[int]) -> Tensor:
-        of_requests = self.rows_of_requests(self.topk_indices).split(self.case.q_lens)
-        return torch.cat([of_requests[request] for request in requests])
 
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
@@ -206,10 +193,10 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
     if not case.is_sparse:
         return MLAPass(*made) if ranks == 1 else ShardedMLAPass(*made)
     if case.compress_ratio is None:
-        return SparseMLAPass(*made, draw_positions(case.row_lens, case.index_topk or 0, generator))
+        return MLAPass(*made, draw_positions(case.row_lens, case.index_topk or 0, generator))
     groups = draw_groups(case.row_lens, case, generator)
     padding = (0, 0, 0, len(metadata.seq_lens) - len(groups))
-    return SparseMLAPass(*made, torch.nn.functional.pad(groups, padding, value=NO_ENTRY))
+    return MLAPass(*made, torch.nn.functional.pad(groups, padding, value=NO_ENTRY))
 
 
 def new_mla_layer(case: LatentLayer, generator: torch.Generator) -> MLALayer:

@@ -13,7 +13,7 @@ from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import running_sum
 from lab.workloads.inputs.contents import draw_histories, needle_positions, new_workspace
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.pass_case import RaggedCase
 
 TILE = 64  # keys or rows that kernels process at a time
 PADDING = 3  # number of rows and of keys after the last request

@@ -58,9 +58,6 @@ class MHAReplayFixture(ReplayFixture):
         lengths = ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens", "cu_seqlens_k")
         return (*lengths, "cu_seqlens_q") if self.case.mode.in_extend_seq_lens else lengths
 
-    def _pages_0(self) -> tuple[Tensor, ...]:
-        return (self.cache.storage[:, 0],)
-
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         return wrong_metadata(batch, self.pool, result.metadata)
 
@@ -116,22 +113,17 @@ class MLAReplayFixture(ReplayFixture):
         if self.padded_query is not None:
             self.padded_query.fill_(value)
 
-    def _pages_0(self) -> tuple[Tensor, ...]:
-        return (self.cache.storage[0],)
-
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         block = None if result.view is None else self.width
         return wrong_mla_metadata(batch, self.pool, result.metadata, self.case.attention, block)
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        count = batch.batch_size
-        uniform: Cells = {
+        count, offsets = batch.batch_size, metadata.cu_seqlens_q
+        return {
             "seq_lens_k": (metadata.seq_lens_k[count:], length),
             "block_kv_indices": (metadata.block_kv_indices[count:, :pages], 0),
+            "steps of cu_seqlens_q": (None if offsets is None else offsets[count:].diff(), self.width),
         }
-        if metadata.cu_seqlens_q is not None:
-            uniform["steps of cu_seqlens_q"] = (metadata.cu_seqlens_q[count:].diff(), self.width)
-        return uniform
 
     def _buffers(self, rows: int) -> dict[str, Tensor]:
         if self.padded_query is None:
@@ -248,9 +240,6 @@ class DSV4ReplayFixture(DSAReplayFixture):
 
     def _new_cache(self) -> Any:
         return DSV4Cache.over(self.pool, self.case.head_dim, DTYPE, self.case.compress_ratio or 0)
-
-    def _pages_0(self) -> tuple[Tensor, ...]:
-        return self.cache.window.storage[0], self.cache.compressed.storage[0]
 
     def _select(self, batch: ForwardBatch) -> None:
         seen = dsv4_forward_metadata(batch, self.pool, compress_ratio=0).seq_lens

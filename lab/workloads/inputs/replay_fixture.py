@@ -14,6 +14,7 @@ from lab.metadata.engine.backend import GraphMetadata
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import UncountedTokens
+from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mla.dsv4 import DSV4Cache
@@ -143,8 +144,9 @@ class ReplayFixture:
         """Overwrite memory that the next replay must write again, or must not read: page 0 of the cache, the sink, with
         `value`, the metadata tensors that `rewritten` names with `POISONED_LENGTH`, and page tables with page 0.
         """
-        for page in self._pages_0():
-            page.fill_(value)
+        pools = [self.cache.window, self.cache.compressed] if isinstance(self.cache, DSV4Cache) else [self.cache]
+        for each in pools:
+            (each.storage[:, 0] if isinstance(each, PagedKVCache) else each.storage[0]).fill_(value)
         for owner, name in itertools.product(self._metadata_owners(), (*self.tables, *self.rewritten)):
             if (tensor := getattr(owner, name)) is not None:
                 filled = tensor[1:] if name.startswith("cu_") else tensor
@@ -158,7 +160,6 @@ class ReplayFixture:
         yield from self._wrong_output(batch, result)
 
     def pointers(self) -> dict[str, int]:
-        """Return by name the address of each buffer that the captured graphs use."""
         tensors: dict[str, Any] = {"query": self.query, "out": self.out}
         for number, owner in enumerate((self.runner.inputs, *self._metadata_owners())):
             for name, value in vars(owner).items():
@@ -168,10 +169,6 @@ class ReplayFixture:
     @property
     def rewritten(self) -> tuple[str, ...]:
         """Return the names of the metadata tensors that each replay writes anew: lengths, write locations and offsets."""
-        raise NotImplementedError
-
-    def _pages_0(self) -> tuple[Tensor, ...]:
-        """Return page 0, which padding rows use, of each pool of the cache."""
         raise NotImplementedError
 
     def _layer(self) -> Any:

@@ -8,7 +8,7 @@ from lab import references
 from lab.calls.problem import E4M3
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.ragged import PADDED, PADDING, RaggedInputs, build_ragged, padded
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.pass_case import RaggedCase
 
 CASE = RaggedCase((20, 0, 3), (5, 7, 0))
 
