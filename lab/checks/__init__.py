@@ -23,9 +23,9 @@ from lab.workloads.attention_case import AttentionCase, Contents, Dead, Entries,
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
 from lab.workloads.inputs.draft_lists import DraftListsCase
+from lab.workloads.inputs.ragged import RaggedCase
 from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
-from lab.workloads.pass_case import RaggedCase
 
 # What judges, and what the reproduction of a case is made of.
 __all__ = [

@@ -1,12 +1,11 @@
-"""The base class of forward passes as data, and prefills of MLA before absorption, by `RaggedCase`."""
+"""The base class of forward passes as data: fields, lengths derived from them, and checks of the fields."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall
+from lab.calls.problem import E4M3, HALF_DTYPES
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.workloads.attention_case import Contents, short_repr
@@ -116,58 +115,18 @@ class PassCase(PassLens):
                 )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        _check_contents(self.contents)
-        _check_dtype(self.dtype)
+        check_contents(self.contents)
+        check_dtype(self.dtype)
         if self.kv_dtype not in (self.dtype, *quantised):
             others = " or ".join(map(str, quantised))
             raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or {others}")
 
 
-def _check_dtype(dtype: torch.dtype) -> None:
+def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in HALF_DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 
 
-def _check_contents(contents: Contents) -> None:
+def check_contents(contents: Contents) -> None:
     if contents not in PASS_CONTENTS:
         raise ValueError(f"contents={contents!r} are of single calls: a pass has one of {PASS_CONTENTS}")
-
-
-@dataclass(frozen=True, repr=False)
-class RaggedCase(PassLens):
-    """One prefill of latent attention (MLA) by `trtllm_ragged_attention_deepseek`, as data: new tokens attend to each other,
-    and to a cached prefix in chunks.
-    """
-
-    prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
-    q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0
-    chunk: int = 64  #: largest number of cached tokens of a request in one call
-    num_heads: int = 2  #: number of K/V heads
-    group: int = 1  #: query heads per K/V head
-    head_dim: int = 192  #: of queries and keys; 192 in DeepSeek-V3
-    v_head_dim: int = 128  #: of values and outputs; 128 in DeepSeek-V3
-    dtype: torch.dtype = torch.bfloat16  #: of all tensors: float16, bfloat16 or float8_e4m3fn
-    window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
-    contents: Contents = Contents.RANDOM  #: one of `PASS_CONTENTS`
-    seed: int = 0  #: seed of all random numbers
-
-    interface = AttentionCall.RAGGED_CONTEXT
-
-    def __post_init__(self) -> None:
-        if not self.q_lens or len(self.prefix_lens) != len(self.q_lens):
-            raise ValueError(
-                f"prefix_lens {self.prefix_lens} and q_lens {self.q_lens}: one each per request, at least one"
-            )
-        if min(map(sum, zip(self.prefix_lens, self.q_lens, strict=True))) < 0 or min(self.q_lens) < 0 or self.chunk < 1:
-            raise ValueError(
-                f"q_lens {self.q_lens}, also with prefix_lens {self.prefix_lens}, must be >= 0, chunk {self.chunk} >= 1"
-            )
-        _check_contents(self.contents)
-        if self.dtype != E4M3:
-            _check_dtype(self.dtype)
-
-    __repr__ = short_repr
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)

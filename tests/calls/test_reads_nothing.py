@@ -11,9 +11,8 @@ from lab.calls.problem import AttentionCall
 from lab.calls.ragged_context import RaggedContextCall
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import build_attention
-from lab.workloads.inputs.ragged import build_ragged
+from lab.workloads.inputs.ragged import RaggedCase, build_ragged
 from lab.workloads.interfaces import Interface
-from lab.workloads.pass_case import RaggedCase
 
 SIZES: dict[Interface, dict[str, Any]] = {
     AttentionCall.DECODE: {},

@@ -52,9 +52,8 @@ from lab.checks.parameters.values import (
 from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged, padded
+from lab.workloads.inputs.ragged import TILE, RaggedCase, RaggedInputs, build_ragged, padded
 from lab.workloads.inputs.views import GAP, Layout
-from lab.workloads.pass_case import RaggedCase
 
 FEW_KEYS = 50  # estimate of the keys of a request in a large batch
 LONGEST = 65_600  # most keys of a long request: K and V have up to 128 heads

@@ -34,9 +34,8 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.contents import new_workspace
 from lab.workloads.inputs.guards import same_bits
-from lab.workloads.inputs.ragged import build_ragged
+from lab.workloads.inputs.ragged import RaggedCase, build_ragged
 from lab.workloads.interfaces import PAGED_CALLS, Interface
-from lab.workloads.pass_case import RaggedCase
 
 WINDOW = 127  # long enough that a kernel splits the keys in the window
 Variants = Callable[[CaseRun, CallInputs], Iterator[Variant]]

@@ -26,8 +26,8 @@ from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, pr
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import guarded, wrong_guards
-from lab.workloads.inputs.ragged import TILE, Parts, RaggedInputs, build_ragged, padded
-from lab.workloads.pass_case import PASS_CONTENTS, RaggedCase
+from lab.workloads.inputs.ragged import TILE, Parts, RaggedCase, RaggedInputs, build_ragged, padded
+from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.requests import admit, new_pool
 
 PAGE_SIZE = 64  # page size of the backend's pool, which the judged call does not read

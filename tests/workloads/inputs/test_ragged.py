@@ -7,8 +7,7 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3
 from lab.workloads.inputs.expected import made
-from lab.workloads.inputs.ragged import PADDED, PADDING, RaggedInputs, build_ragged, padded
-from lab.workloads.pass_case import RaggedCase
+from lab.workloads.inputs.ragged import PADDED, PADDING, RaggedCase, RaggedInputs, build_ragged, padded
 
 CASE = RaggedCase((20, 0, 3), (5, 7, 0))
 
