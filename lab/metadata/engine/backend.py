@@ -1,8 +1,6 @@
 """The interface of an attention backend: it builds metadata (the arguments of its kernels), makes buffers for metadata in CUDA
-graphs, and prepares attention calls.
-
-A *captured size* is a batch size for which a CUDA graph was captured. A backend object holds only configuration: a
-`KVPool` holds the requests, and `MetadataBuffers` hold the tensors that keep their addresses for CUDA graphs.
+graphs, and prepares attention calls. It holds only configuration: a `KVPool` holds the requests, and `MetadataBuffers` the
+tensors that keep their addresses for CUDA graphs. A *captured size* is a batch size for which a CUDA graph was captured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,11 +11,9 @@ from lab.metadata.engine.forward_batch import INDEX_DTYPES, check_vector
 def decide_needs_cpu_seq_lens(
     attn_backends: Iterable[object | None], *, two_batch_overlap: bool = False, ngram: bool = False
 ) -> bool:
-    """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23), by the attribute
-    ``needs_cpu_seq_lens`` of its backends; without it a backend counts as reading them.
-
-    Two-batch overlap and NGRAM speculation read the batch on the host. SGLang 0.5.13 has no rule for NGRAM, and also returns
-    True unless piecewise CUDA graphs are disabled, which is not modelled.
+    """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23): for two-batch overlap,
+    NGRAM speculation, or a backend whose attribute ``needs_cpu_seq_lens`` is not False. SGLang 0.5.13 has no rule for NGRAM,
+    and also returns True unless piecewise CUDA graphs are disabled, which is not modelled.
     """
     if two_batch_overlap or ngram:
         return True

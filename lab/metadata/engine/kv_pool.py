@@ -165,10 +165,8 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the page of each slot in the caches of the full pool: int32, in the shape of `slots`.
-
-        Slot -1 is in page -1. With virtual pages, slot -1 is in page 0, the sink, and so is every slot whose virtual page has
-        no page of the caches.
+        """Return the page of each slot in the caches of the full pool: int32, in the shape of `slots`. Slot -1 is in page -1;
+        with virtual pages it is in page 0, the sink, as is every slot whose virtual page has no page of the caches.
         """
         pages = slots // self.page_size
         return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)

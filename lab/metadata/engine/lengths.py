@@ -148,10 +148,8 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Return the batch with padding requests of `PADDED_SEQ_LEN` tokens appended, so that it has `batch_size` requests.
-
-    SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the
-    metadata. Raises ValueError if the mode permits different numbers of rows per request, or the batch has more requests.
+    """Append padding requests of `PADDED_SEQ_LEN` tokens, so that the batch has `batch_size` requests. SGLang 0.5.23 does so
+    for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the metadata.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:

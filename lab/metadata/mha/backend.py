@@ -69,10 +69,8 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer function that the MHA backend calls in a forward mode.
-
-    `draft_extend` is the call of DRAFT_EXTEND and DRAFT_EXTEND_V2; None: `ForwardMode.mha_call`. SGLang's change 24566 moved
-    DRAFT_EXTEND_V2 from the context to the decode call.
+    """Return the FlashInfer function that the MHA backend calls in a forward mode, `draft_extend` in DRAFT_EXTEND and
+    DRAFT_EXTEND_V2 if given. SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")

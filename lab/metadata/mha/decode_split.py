@@ -25,10 +25,9 @@ class DecodeSplit:
     """An implementation of FlashInfer's functions that divides a decode call into `num_splits` calls of the wrapped
     implementation.
 
-    The first call has the shortest requests. A divided call must have an `out`, and returns no LSE. All calls get the same
-    ``max_seq_len``. A call with `cum_seq_lens_q` or with one request is not divided. If the requests cannot be divided equally,
-    the first calls have one more. A prepared call sorts the lengths on the device each time, so that a CUDA graph may capture
-    it.
+    The first call has the shortest requests, and if the requests cannot be divided equally, the first calls have one more. A
+    divided call must have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A
+    prepared call sorts the lengths on the device each time, so that a CUDA graph may capture it.
     """
 
     def __init__(self, implementation: Any, num_splits: int) -> None:

@@ -222,9 +222,7 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
     """Return a function that writes the values of `build_mha_metadata` to `metadata` in one Triton launch, as SGLang does since
-    PR 29843.
-
-    Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
+    PR 29843. Each call reads the batch's tensors again. Cells of a page table after a request's last page are not written.
     """
     check_attends(batch, pool)
     written = metadata.pass_buffers(seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)

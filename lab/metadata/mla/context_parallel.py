@@ -41,14 +41,6 @@ class DecodeContextParallel:
         """Return how many of each request's first ``lens[i]`` tokens this rank owns, in a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
-    def page_size(self, pool: KVPool) -> int:
-        """Return the number of tokens in one GPU's page."""
-        if pool.page_size % self.size:
-            raise ValueError(
-                f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"
-            )
-        return pool.page_size // self.size
-
 
 def build_mla_dcp_metadata(
     batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
@@ -60,7 +52,11 @@ def build_mla_dcp_metadata(
     ranks, as `build_mla_decode_metadata` does. Column c of the block table has ``req_to_token[request, rank + c * size *
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
     """
-    page_size = dcp.page_size(pool)
+    if pool.page_size % dcp.size:
+        raise ValueError(
+            f"page_size={pool.page_size} is no multiple of the {dcp.size} GPUs: widen the pool's pages by their number"
+        )
+    page_size = pool.page_size // dcp.size  # of one GPU
     check_mla(pool, attention, page_size)
     check_attends(batch, pool)
     if batch.forward_mode.query_rows not in (QueryRows.ONE, QueryRows.DRAFT_TOKENS):

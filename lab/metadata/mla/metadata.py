@@ -215,10 +215,8 @@ def build_mla_decode_metadata(
 def replan_outgrown(
     metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata]
 ) -> TRTLLMMLADecodeMetadata:
-    """Return metadata with enough requests for the batch: `metadata`, or ``build(batch)`` if padding added requests.
-
-    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism, and
-    then builds it again (`forward_decode`, `forward_extend`, 0.5.23).
+    """Return `metadata`, or ``build(batch)`` if padding for data parallelism added requests after it was built, as SGLang does
+    (`forward_decode`, `forward_extend`, 0.5.23).
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -300,10 +298,9 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` without them.
-
-    In a ragged verification each length also counts the request's rows, or ``num_draft_tokens`` if the host does not know them,
-    because DSpark adds the rows to the host's list (`dspark_verify.py`, SGLang 0.5.23).
+    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` without them. In a ragged
+    verification each length also counts the request's rows, or ``num_draft_tokens``, because DSpark adds the rows to the host's
+    list (`dspark_verify.py`, SGLang 0.5.23).
     """
     lens = batch.seq_lens_cpu
     if lens is None:

@@ -1,8 +1,6 @@
-"""The attention calls of an MLA prefill: over its new tokens, and over its cached prefixes in chunks, merged by the LSE.
-
-A prefill's new tokens attend to each other in one causal call. For cached prefixes, every layer projects keys and values from
-the cache's entries, chunk by chunk to save memory. Chunk i has the i-th run of ``chunk_len`` tokens of every prefix, or what is
-left of it.
+"""The attention calls of an MLA prefill: over its new tokens, and over its cached prefixes in chunks, merged by the LSE. Every
+layer projects a chunk's keys and values from the cache's entries. Chunk i has the i-th run of ``chunk_len`` tokens of every
+prefix, or what is left of it.
 
 The sources in SGLang 0.5.23 are `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in
 `sglang/srt/model_executor/`, the call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of

@@ -1,8 +1,6 @@
-"""The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002).
-
-In a draft extend (``DRAFT_EXTEND_V2``) the draft model catches up on accepted tokens. Every request has d rows, however many
-tokens were accepted. The worker needs only the row of the last accepted token; which rows a graph returns differs between
-SGLang's releases (`DraftExtendOutput`).
+"""The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002): in a ``DRAFT_EXTEND_V2`` the draft model
+catches up on accepted tokens. Every request has d rows, and the worker needs only the row of the last accepted token; which
+rows a graph returns differs between SGLang's releases (`DraftExtendOutput`).
 """
 
 from collections.abc import Callable, Sequence
@@ -88,10 +86,8 @@ class DraftOutputs:
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Return True if a backend declares that its draft extend may run in a CUDA graph.
-
-    SGLang has a list of classes instead: Triton and TRT-LLM MLA in 0.5.12; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In
-    0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
+    """Return True if a backend declares that its draft extend may run in a CUDA graph. SGLang lists classes instead, in 0.5.23
+    Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
     """
     return getattr(backend, "supports_draft_extend_graph", False) is True
 

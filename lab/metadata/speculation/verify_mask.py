@@ -107,10 +107,8 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set all cells of the buffer to True, also for a small batch, as SGLang does before it builds a tree.
-
-    SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for kernels that
-    read it.
+    """Set all cells of the buffer to True, also for a small batch, as SGLang does before it builds a tree: 0.5.13 in every
+    step, 0.5.23 only for kernels that read the mask.
     """
     if batch_size > mask.max_batch_size:
         raise ValueError(

@@ -63,6 +63,7 @@ HELD: dict[str, str] = {
     "DecodeCall.enable_block_sparse_attention True": "head_pages=half",
     "DecodeCall.skip_softmax_threshold_scale_factor 0": "skip_softmax=0.0",
     "DecodeCall.skip_softmax_threshold_scale_factor None": "skip_softmax=None",
+    "DecodeCall.out, out_dtype 448": "the largest number of e4m3, at which every conversion saturates",
     "DecodeCall.o_scale 0": "the docstring excludes it",
     "DecodeCall.o_scale 1": "o_scale=1.0",
     "DecodeCall.o_scale None": "o_scale=None",
