@@ -75,8 +75,7 @@ def without_suffix(path: Path) -> Path:
 def state_of(path: Path | None) -> tuple[int, int, int] | None:
     """Return the modification time (ns), size (bytes) and number (inode) of a file; None if there is no such regular file."""
     try:
-        found = None if path is None else path.stat()
+        found = (path or Path()).stat()
     except OSError:
         return None
-    is_file = found is not None and stat.S_ISREG(found.st_mode)
-    return (found.st_mtime_ns, found.st_size, found.st_ino) if found and is_file else None
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if stat.S_ISREG(found.st_mode) else None

@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lab.loading import LoadError, last_report
-from lab.ranges import OPTIONS, options_of, ranges_of
+from lab.names import INTERFACES, Interface, profile_name
+from lab.ranges import OPTIONS, Ranges, options_of, ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.report import Report
     from lab.checks.run.workers import Workers
-    from lab.ranges import Ranges
-    from lab.workloads.interfaces import Interface
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
-DISCOVERING_CHECK = (
-    "K1"  # for a function that does not support most cases, this check finds the values that it supports
-)
+DISCOVERING_CHECK = "K1"  # it finds the values that a function supports which does not support most cases
 TAKEN = "axes that a kernel takes"  # property in pytest's report of a test that was judged only on the supported values
 
 
@@ -49,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "functions; without a path on the command line, these tests alone. Several kernels: repeat",
     )
     group.addoption(f"{PREFIX}level", choices=("quick", "smoke", "full"), default="smoke", help="how much is judged")
-    group.addoption(f"{PREFIX}profile", default="", metavar="ENGINE", help="judge only what sglang or vllm sends")
+    engine = partial(_read, profile_name)
+    group.addoption(f"{PREFIX}profile", type=engine, metavar="ENGINE", help="judge only what sglang or vllm sends")
     group.addoption(
         f"{PREFIX}refusals",
         metavar="NAME,...",
@@ -82,7 +80,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of the kernels that --lab-judge names."""
     if not config.option.lab_judge:
         return
     folder = str(config.invocation_params.dir)
@@ -93,69 +90,50 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
         if not torch.cuda.is_available():  # Triton reads this when it is imported
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        from lab.checks.run.refusals import Refusals
+        from lab.workloads.interfaces import interfaces_of
 
         options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
-        named = config.option.lab_refusals
         for name in config.option.lab_judge:
-            refusals = None if named is None else Refusals.of(named, name)
-            how = {"ranges": ranges, "offered": _offered(name, refusals), "refusals": refusals}
-            items += session.genitems(JudgedKernel.from_parent(session, name=name, nodeid=name, **how))
+            with _workers(name, config) as pool:
+                offered = pool.call(interfaces_of)
+            if not offered:
+                raise ValueError(f"{name} has none of {', '.join(interface.value for interface in INTERFACES)}")
+            kernel = JudgedKernel.from_parent(session, name=name, nodeid=name, ranges=ranges, offered=offered)
+            items += session.genitems(kernel)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise pytest.UsageError(f"{OPTION}: {error}") from error
 
 
-def _offered(name: str, refusals: Any) -> list["Interface"]:
-    """Return the functions that the kernel `name` has and the lab judges. Raise LoadError if it cannot be imported; ValueError
-    if it has none, or if `refusals` names an unknown exception.
-    """
-    from lab.workloads.interfaces import INTERFACES, interfaces_of
-
-    with _workers(name, refusals) as pool:
-        offered = pool.call(interfaces_of)
-    if not offered:
-        raise ValueError(f"{name} has none of {', '.join(interface.value for interface in INTERFACES)}")
-    return offered
-
-
-def _workers(name: str, refusals: Any = None) -> "Workers":
-    """Return a pool with one worker process for the kernel `name`, so that a crash of the kernel does not end pytest.
-    `refusals` are names of exceptions by which the kernel refuses a call; None: the default list.
-    """
+def _workers(name: str, config: pytest.Config) -> "Workers":
+    """Return a pool of one worker process, so that a crash of the kernel does not end pytest."""
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
+    from lab.checks.run.refusals import Refusals
     from lab.checks.run.workers import Workers
-    from lab.ranges import Ranges
 
+    named = config.option.lab_refusals
+    refusals = None if named is None else Refusals.of(named, name)
     return Workers(name, device_of(None), Ranges(), TIME_LIMIT_S, refusals=refusals)
 
 
 class JudgedKernel(pytest.Collector):
-    """A pytest collector: the tests of one judged kernel.
+    """A pytest collector: the tests of one judged kernel, which has the functions `offered`."""
 
-    Attributes:
-        ranges: the values of sizes, dtypes and features that the options request.
-        offered: the judged functions that the kernel has.
-        refusals: names of exceptions by which the kernel refuses a call; None for the default list.
-    """
-
-    def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:
+    def __init__(self, *, ranges: Ranges, offered: list[Interface], **node: Any) -> None:
         super().__init__(**node)
-        self.ranges, self.offered, self.refusals = ranges, offered, refusals
+        self.ranges, self.offered = ranges, offered
         self._stack = ExitStack()
         self._ranges: dict[Interface, Ranges] = {}
         self._judged: dict[Interface, bool] = {}  # by function: whether some check judged a case, as far as known
 
     def setup(self) -> None:
-        """Start the worker process that judges the kernel in all of its tests."""
-        self._pool = self._stack.enter_context(_workers(self.name, self.refusals))
+        self._pool = self._stack.enter_context(_workers(self.name, self.config))
 
     def teardown(self) -> None:
         self._stack.close()
 
     def collect(self) -> Sequence["CheckOfFunction"]:
-        """Return one test for each function of the kernel and each check."""
         from lab.checks.properties import checks
 
         return [
@@ -167,42 +145,43 @@ class JudgedKernel(pytest.Collector):
             if interface in check.interfaces
         ]
 
-    def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the values with which the function `interface` is judged: those that the options request or, if the function
-        does not support most of these cases, those that it supports.
-        """
+    def ranges_of(self, interface: Interface) -> Ranges:
+        """Return the ranges that the options request; of a function that does not support most of them, those that it does."""
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:
             narrowed: dict[Interface, Ranges] = {}
             if interface in PAGED_CALLS:
-                narrowed = dict(self._judge(DISCOVERING_CHECK, interface, self.ranges, drawn=0).narrowed)
+                found = self.judge(DISCOVERING_CHECK, interface, ranges=self.ranges, discover=True, drawn=0)
+                narrowed = dict(found.narrowed)
                 # A function that declines every plain call is judged by no check.
                 self._judged.setdefault(interface, False)
             self._ranges[interface] = narrowed.get(interface, self.ranges)
         return self._ranges[interface]
 
-    def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
-        """Judge the function `interface` by one check, within the ranges that `ranges_of` returns. `how` are further arguments
-        of `lab.checks.judge`.
-        """
-        return self._judge(check, interface, self.ranges_of(interface), discover=False, **how)
-
-    def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
+    def judge(self, check: str, interface: Interface, **how: Any) -> "Report":
+        """Judge a function by one check. `how` are arguments of `lab.checks.judge` that replace the usual ones."""
         from lab.checks import judge
 
-        how |= {"ranges": ranges, "level": self.config.option.lab_level, "refusals": self.refusals, "fresh": True}
-        how |= {"isolated": True, "workers": self._pool, "out": last_report(self.name, f"{check} {interface.value}")}
-        how["profile"] = self.config.option.lab_profile
-        report = judge(self.name, only=check, functions=[interface.value], **how)
+        settings = {
+            "ranges": how.get("ranges") or self.ranges_of(interface),
+            "discover": False,
+            "level": self.config.option.lab_level,
+            "profile": self.config.option.lab_profile or "",
+            "refusals": self.config.option.lab_refusals,
+            "fresh": True,
+            "isolated": True,
+            "workers": self._pool,
+            "out": last_report(self.name, f"{check} {interface.value}"),
+        }
+        report = judge(self.name, only=check, functions=[interface.value], **settings | how)
         if report.interrupted:
             raise KeyboardInterrupt
         if any(row.judged for row in report.rows):
             self._judged[interface] = True
         return report
 
-    def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of the function `interface`."""
+    def can_be_judged(self, interface: Interface) -> bool:
         from lab.checks.properties import checks
 
         if interface not in self._judged:
@@ -220,16 +199,11 @@ class NotRight(Exception):  # noqa: N818 - a verdict
 class CheckOfFunction(pytest.Item):
     """A pytest item: the test that judges one function of a kernel by one check."""
 
-    def __init__(self, *, check: str, interface: "Interface", **node: Any) -> None:
+    def __init__(self, *, check: str, interface: Interface, **node: Any) -> None:
         super().__init__(**node)
         self.check, self.interface = check, interface
 
     def runtest(self) -> None:
-        """Judge the function by the check.
-
-        Raises:
-            NotRight: a result is wrong, or no check could judge a case of the function.
-        """
         from lab.checks.run.verdicts import Outcome
         from lab.reports.judgement import SHOWN_DECLINES, summary
 
@@ -256,11 +230,9 @@ class CheckOfFunction(pytest.Item):
             raise NotRight("\n".join((*summary(report), *worst)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
-        """Show a verdict as plain text, and any other error with its traceback."""
         return str(excinfo.value) if isinstance(excinfo.value, NotRight) else super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Return the path and the name of this test for pytest's report."""
         return self.path, None, self.nodeid
 
 

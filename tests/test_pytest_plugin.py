@@ -154,6 +154,7 @@ def test_another_plugin_s_option_is_no_axis(elsewhere: pytest.Pytester) -> None:
             "--lab-judge kernels:right --lab-head-dims 24 --lab-page-sizes 63",
             "--lab-page-sizes: 63 is not a power of two",
         ),
+        ("--lab-judge kernels:right --lab-profile trt", "argument --lab-profile: no profile is called 'trt'"),
         ("--lab-judge kernels:right --lab-refusals Refused", "--lab-judge: 'Refused' is no exception"),
     ],
 )

@@ -26,9 +26,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            if (
-                errors := getattr(error.__cause__, "errors", None)
-            ) is not None:  # pydantic's words do not quote the value
+            errors = getattr(error.__cause__, "errors", None)
+            if errors is not None:  # pydantic's words do not quote the value
                 rule = error.message.removeprefix("Value error, ").partition(", unable")[0]
                 error.message = rule.replace("Input should be", f"{errors()[0]['input']} must be")
             raise
@@ -62,24 +61,17 @@ def common(
         sys.path.insert(0, os.getcwd())
 
 
-# Headings of the panels in the help.
 JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
-app.command(rich_help_panel=JUDGING)(judge)
-app.command(rich_help_panel=JUDGING)(invariance)
-app.command(rich_help_panel=JUDGING)(budget)
-app.command(rich_help_panel=JUDGING)(checks)
-app.command(rich_help_panel=JUDGING)(implementations)
-app.command(rich_help_panel=JUDGING)(record)
-# `lab bench` passes every option except its own to pytest.
-app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
-app.command(rich_help_panel=TIMING)(ab)
-app.command(rich_help_panel=TIMING)(dry_run)
+PANELS = {
+    JUDGING: (judge, invariance, budget, checks, implementations, record),
+    TIMING: (bench, ab, dry_run),
+    RECORDED: (compare, releases, merge, report, html),
+}
 app.add_typer(recorded, name="recorded", rich_help_panel=RECORDED)
-app.command(rich_help_panel=RECORDED)(compare)
-app.command(rich_help_panel=RECORDED)(releases)
-app.command(rich_help_panel=RECORDED)(merge)
-app.command(rich_help_panel=RECORDED)(report)
-app.command(rich_help_panel=RECORDED)(html)
+TO_PYTEST = {"allow_extra_args": True, "ignore_unknown_options": True}  # all options of `lab bench` except its own
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel, context_settings=TO_PYTEST if command is bench else None)(command)
 # Commands of the folders `studies` and `corpus` of a checkout, which a wheel does not contain.
 for of_checkout in entry_points(group="lab.commands"):
     with suppress(ModuleNotFoundError):

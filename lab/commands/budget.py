@@ -25,14 +25,12 @@ E4M3 = Annotated[bool, Option("--e4m3-arithmetic", help="the kernel rounds its o
 
 
 def _size(text: str) -> int:
-    """Parse a number such as 1000, 64K or 1M; K is 1,024. Raises ValueError for another text."""
     if not (found := re.fullmatch(r"([0-9]{1,7})([KM]?)", text.upper())):
         raise ValueError(f"{text} is no number of keys, such as 1000, 64K or 1M")
     return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
 
 
 def _difference(text: str) -> tuple[float, bool]:
-    """Parse a text such as 96.6 or 16%: return the number, and True if it is in percent. Raises ValueError for another text."""
     return float(text.removesuffix("%")), text.endswith("%")
 
 

@@ -33,7 +33,6 @@ Significance = Annotated[float, typer.Option(help="level of the rank test, and e
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
-    """Return the rule by which two times count as different. End the command if a number is out of range."""
     from lab.timing.statistics import Rule
 
     with refusing_errors():
@@ -173,9 +172,6 @@ def ab(
 
 
 def _only_call(context: typer.Context, calls: str) -> "RecordedCase":
-    """Return the recorded call that `--calls` names. End the command if it names several, or if an option that needs a scenario
-    was given.
-    """
     from lab.recorded.case import recorded_cases
 
     fitting = context.params.keys() - {"against", "trace"}

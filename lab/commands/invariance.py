@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from lab.commands.judge import Functions, InProcess, MostSeconds, NumWorkers, RefusalNames, TimeLimit, refusals_named
+from lab.commands.judge import Functions, InProcess, MostSeconds, NumWorkers, RefusalNames, TimeLimit
 from lab.commands.options import (
     Device,
     Implementation,
@@ -77,7 +77,7 @@ def invariance(
             time_limit_s=time_limit_s,
             workers=workers,
             most_seconds=most_seconds,
-            refusals=refusals_named(refusals, name),
+            refusals=refusals,
             ranges=ranges_of(narrowed),
             out=path,
             progress=progress,

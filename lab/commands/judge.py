@@ -33,12 +33,12 @@ from lab.files import state_of
 from lab.loading import LoadError, check_source, last_report, place_of
 from lab.names import check_name, function_name
 from lab.ranges import ranges_of
+from lab.reports.tables import print_lines, terminal_of
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
-    from lab.checks.run.refusals import Refusals
 
 POLL_INTERVAL_S = 0.3  # time between two checks whether a watched file has changed
 # Parameters that can be given together with --case.
@@ -48,7 +48,6 @@ OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_fail
 
 
 def _seconds(text: str) -> float:
-    """Convert a text such as 90s, 10m or 2h to seconds. Raises BadParameter for any other text."""
     if not (found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
@@ -161,6 +160,7 @@ def judge(
     **narrowed: Any,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
+    watch = watch and watch.absolute()  # --case may change the folder
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
@@ -182,6 +182,7 @@ def judge(
         with refusing_errors():
             check_source(implementation)
     from lab.checks.run.judge import judge as judge_kernel
+    from lab.checks.run.judge import judge_calls
     from lab.checks.run.judging import device_of
 
     with refusing_errors():
@@ -190,8 +191,10 @@ def judge(
         settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
-        judge_calls = _judge_of_calls(calls, implementation, refusals, settings)
-        _judge_and_exit(partial(_judge_and_show, judge_calls, False), watch)
+        if implementation is not None:
+            prepare_machine(device)
+            settings |= {"implementation": implementation, "refusals": refusals}
+        _judge_and_exit(partial(_judge_and_show, partial(judge_calls, calls, **settings), False), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation
 
@@ -205,40 +208,15 @@ def judge(
         "for_seconds": for_seconds or 0.0,
         "profile": profile or "",
         "shard": shard,
-        "refusals": refusals_named(refusals, name),
+        "refusals": refusals,
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judge_kernel, name, **settings), coverage), watch)
 
 
-def _judge_of_calls(
-    calls: str, implementation: str | None, refusals: str | None, settings: dict[str, Any]
-) -> "Callable[..., Report]":
-    """Return a function that judges the recorded calls of a folder: the outputs of `implementation`, or the recorded outputs if
-    it is None. `refusals` is the option --refusals, and `settings` are arguments of `judge_calls`.
-    """
-    from lab.checks.run.judge import judge_calls
-
-    if implementation is not None:
-        prepare_machine(settings["device"])
-        settings = settings | {"implementation": implementation, "refusals": refusals_named(refusals, implementation)}
-    return partial(judge_calls, calls, **settings)
-
-
-def refusals_named(named: str | None, kernel: str) -> "Refusals | None":
-    """Parse the option --refusals, the exceptions by which `kernel` says that it does not support a call; None if it was not
-    given. The exceptions are imported later, in a worker process, because this may import the kernel's module.
-    """
-    from lab.checks.run.refusals import Refusals
-
-    return None if named is None else Refusals.of(named, kernel)
-
-
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Call `judge_once`. If a file is watched, call it again after each change of the file, until Ctrl-C. End the command with
-    the last exit status.
-    """
+    """Call `judge_once`, again after each change of a watched file until Ctrl-C. End the command with the last exit status."""
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
@@ -249,62 +227,54 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
             except typer.Exit as refused:
                 status = ExitStatus(refused.exit_code)
             if watched is not None:
-                _print(console, f"exit status {status}; waiting for {watched} to change, until Ctrl-C")
+                print_lines(console, [f"exit status {status}; waiting for {watched} to change, until Ctrl-C"])
     except KeyboardInterrupt:
         status = ExitStatus.INTERRUPTED
     raise typer.Exit(status)
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
-    """Split a text such as "REPORT.json#17" into path and number. End the command if the text does not have this form."""
     path, _, number = case.rpartition("#")
     if not path or not re.fullmatch("[0-9]{1,9}", number):
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")
     refuse_unreadable("not judged", path)
-    return Path(path), int(number)
+    return Path(path).absolute(), int(number)
 
 
 def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
-    """Judge one case of a report again, print the verdict, and return the exit status. `name` is the implementation; None
-    stands for the implementation of the report. `refusals` is the option --refusals, and `settings` are arguments of
-    `judge_recorded`.
-    """
+    """Judge one case of a report again, with the implementation of the report if `name` is None, and print the verdict."""
     from lab.checks.record import read_case, read_record
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
 
     with refusing_errors():
-        path, was = path.absolute(), read_case(path, number)
+        was = read_case(path, number)
         folder, here = Path(read_record(path).get("folder") or "."), Path.cwd()
         place = place_of(was.implementation, folder.absolute())
         if name is None and place != place_of(was.implementation, here) and folder.is_dir():
             os.chdir(folder)  # as the report's kernel was named there
             sys.path.insert(0, str(folder))
         prepare_machine(settings["device"] or was.device)
-        refused = refusals_named(refusals, name or was.implementation)
         try:
-            verdict = judge_recorded(path, number, implementation=name, refusals=refused, **settings)
+            verdict = judge_recorded(path, number, implementation=name, refusals=refusals, **settings)
         except LoadError as error:
             refuse(str(error), ExitStatus.NOT_JUDGED)
-    _print(console, str(verdict))
+    print_lines(console, [str(verdict)])
     is_same = place_of(verdict.implementation, Path.cwd()) == place
     if not is_same:
-        _print(console, f"  {path} is of another kernel: {was.implementation} in {folder}")
+        print_lines(console, [f"  {path} is of another kernel: {was.implementation} in {folder.absolute()}"])
     if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
-        _print(
-            console,
+        line = (
             f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
-            "calls before the case: look for state that the kernel keeps from one call to the next.",
+            "calls before the case: look for state that the kernel keeps from one call to the next."
         )
+        print_lines(console, [line])
     return verdict.exit_status
 
 
 def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, console: Console) -> ExitStatus:
-    """Call `judge_it` while its progress is shown, print its report, and return the exit status. If `shows_coverage`, also
-    print which parameter values check K18 judged.
-    """
     from lab.reports.judgement import show as show_report
 
     reused: Counter[str] = Counter()
@@ -315,11 +285,8 @@ def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, con
             show(progress)
 
         report = judge_it(progress=count_and_show)
-    for path, number in (+reused).items():
-        _print(
-            console,
-            f"{number} verdicts are from {path}, since neither the kernel nor the lab has changed: --fresh judges all",
-        )
+    unchanged = "since neither the kernel nor the lab has changed: --fresh judges all"
+    print_lines(console, (f"{number} verdicts are from {path}, {unchanged}" for path, number in (+reused).items()))
     show_report(report, console)
     if shows_coverage:
         _print_coverage(console, report.coverages)
@@ -360,24 +327,16 @@ def _print_recorded_coverage(path: Path) -> None:
 
 def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
     from lab.reports.judgement import coverage_notes, coverage_table
-    from lab.reports.tables import terminal_of
 
     if not coverages:
-        _print(console, "check K18 judged nothing, so there is no coverage: --only K18 runs it alone")
+        print_lines(console, ["check K18 judged nothing, so there is no coverage: --only K18 runs it alone"])
     for each in coverages:
         console.print(terminal_of(coverage_table(each)))
-        for line in coverage_notes(each):
-            _print(console, line)
-
-
-def _print(console: Console, line: str) -> None:
-    from lab.reports.tables import print_lines
-
-    print_lines(console, [line])
+        print_lines(console, coverage_notes(each))
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield 0; then, if a file is given, wait for each change of the file and yield 1, 2 and so on, without end."""
+    """Yield 0, and 1, 2 and so on after each change of the file."""
     number, seen = 0, state_of(file)
     yield number
     while file is not None:

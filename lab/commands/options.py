@@ -23,9 +23,7 @@ RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
-    """Print a sentence to stderr, with control characters as escape sequences and cut if it quotes too much, and end the
-    command: raise typer.Exit with `status`.
-    """
+    """Print a sentence to stderr, cut if it quotes too much, and end the command: raise typer.Exit with `status`."""
     typer.echo(f"lab: {shortened(printable(sentence), SHOWN_CHARACTERS)}", err=True)
     raise typer.Exit(status)
 
@@ -40,8 +38,6 @@ def refuse_options_without(context: typer.Context, allowed: Collection[str], sen
 
 
 def _parsed(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser for typer that calls `read`. A ValueError of `read` becomes typer's BadParameter."""
-
     def parse(text: str) -> Any:
         try:
             return read(text)
@@ -58,17 +54,13 @@ def list_option(
     panel: str | None = None,
     default: str | None = None,
 ) -> Any:
-    """Return an option that takes several values, separated by commas. The option may also be given several times.
+    """Return an option that takes several values, separated by commas, and may be given several times.
 
-    Args:
-        read: converts a text to a value. The message of its ValueError is shown to the user.
-        help_text: the option's help text.
-        metavar: placeholder of the values in the help.
-        panel: heading under which the help lists the option.
-        default: text of the default values. If it is None, an option that is not given has the value None.
+    `read` converts the text of a value; the message of its ValueError is shown. `default` is the text of the default values;
+    if it is None, an option that is not given is None.
     """
 
-    def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
+    def joined(lists: list[list[Any]] | None) -> list[Any] | None:
         return [value for values in lists for value in values] if lists else None
 
     return typer.Option(
@@ -92,7 +84,6 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return the keyword parameter of a command that stands for `option`, the option of field `name` of `Ranges`."""
     spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
     default: Any = None if option.is_several else getattr(Ranges, name)
     annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]
@@ -159,10 +150,7 @@ def refusing_errors() -> Iterator[None]:
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
     """If the block raises an error about recorded files, print "`what_failed`: message" to stderr and end the command: with
-    NOT_JUDGED if the files cannot be compared, else with MISUSED.
-
-    A user may give a file with any JSON. So errors that reading causes because a file does not have the lab's format are
-    handled too.
+    NOT_JUDGED if the files cannot be compared, else with MISUSED. A file may hold any JSON, and reading it raise any error.
     """
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
@@ -199,11 +187,8 @@ def need_gpu() -> None:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """Turn on Triton's interpreter if kernels will run on the CPU. Call this before Triton is imported, which reads this
-    setting.
-
-    Args:
-        device: where the kernels will run, such as "cuda:1"; None stands for a GPU if there is one, else the CPU.
+    """Turn on Triton's interpreter if kernels will run on the CPU. Triton reads this setting when it is imported. A `device` of
+    None is a GPU if there is one, else the CPU.
     """
     import torch
 

@@ -16,8 +16,8 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
-    """Yield a function that must be called after each verdict and shows the number of judged cases and the estimated time left.
-    On a terminal it updates a bar at each call; elsewhere it prints a line at most once per `LINE_INTERVAL_S`.
+    """Yield a function that shows the progress after each verdict: it updates a bar on a terminal, and elsewhere prints a line
+    at most once per `LINE_INTERVAL_S`.
     """
     from lab.checks.run.verdicts import BROKEN
 
@@ -47,7 +47,6 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
 
 
 def _time_left(progress: "ProgressOfJudge") -> str:
-    """Return the estimated time left as text, such as "about 3 minutes left"; "" while it is unknown."""
     if progress.seconds_left is None:
         return ""
     minutes = progress.seconds_left / 60

@@ -367,6 +367,13 @@ def test_a_case_is_of_the_kernel_in_the_folder_of_its_run(
     assert run(again) == 1  # in the folder of the right kernel
     assert Path.cwd() == tmp_path / "wrong"
     assert "another kernel" not in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        judge_module, "rounds", lambda watched: range(1 if watched is None else 2 * watched.is_absolute())
+    )
+    report, _, number = again.split()[-1].rpartition("#")
+    assert run(f"judge --case {os.path.relpath(report)}#{number} --watch right/kernel.py") == 1
+    assert capsys.readouterr().out.count("K3 of trtllm_batch_decode_with_kv_cache is wrong") == 2
     monkeypatch.chdir(tmp_path / "right")
     assert run(f"{again} kernel.py --in-process") == 0
     assert f"is of another kernel: kernel.py in {tmp_path}/wrong" in capsys.readouterr().out

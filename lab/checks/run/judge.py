@@ -54,7 +54,7 @@ def judge(
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float | None = None,
     drawn: int | None = None,
-    refusals: Sequence[type[BaseException]] | Refusals | None = None,
+    refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
     known_failures: Findings = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
@@ -107,7 +107,7 @@ def judge(
     where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
     _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
-    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals)
+    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals, name)
     given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     finds = partial(known, findings=known_failures, capability=capability_of(where))
@@ -163,7 +163,7 @@ def judge_recorded(
     device: torch.device | str | None = None,
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
-    refusals: Sequence[type[BaseException]] | Refusals | None = None,
+    refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
 ) -> CaseVerdict:
     """Judge one case of a report again. The implementation is imported again.
 
@@ -186,7 +186,7 @@ def judge_recorded(
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(Level.FULL, isolated, name, 1, time_limit_s, None, "", "")
-    refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals)
+    refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals, name)
     note_current()
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
@@ -194,7 +194,9 @@ def judge_recorded(
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
 
 
-def _refusals(given: Sequence[type[BaseException]] | Refusals | None) -> Refusals | None:
+def _refusals(given: Sequence[type[BaseException]] | Refusals | str | None, kernel: str) -> Refusals | None:
+    if isinstance(given, str):
+        return Refusals.of(given, kernel)
     return given if given is None or isinstance(given, Refusals) else Refusals.of_classes(given)
 
 
