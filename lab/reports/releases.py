@@ -36,7 +36,7 @@ from lab.reports.tables import Cell, TableReport, make_table, words
 
 CaseKey = tuple[str, ...]  # ranges of parameters, check, function and case
 Verdicts = Mapping[CaseKey, CaseVerdict]
-Files = Sequence[RecordedFile]
+Files = Mapping[str, RecordedFile]  # the reports of a release by their ranges of parameters
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
 CITED = "; "  # separates the findings that a case cites
 STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
@@ -82,7 +82,8 @@ def releases_report(
     """
     releases = _by_version([read_report(path) for path in paths], package)
     verdicts = {
-        version: {key: each for file in files for key, each in _cases(file)} for version, files in releases.items()
+        version: {key: each for axes, file in files.items() for key, each in _cases(axes, file)}
+        for version, files in releases.items()
     }
     headings = [] if findings is None else NUMBERED.findall(findings.read_text(encoding="utf-8"))
     rows = [*_findings(verdicts, {slug(heading): heading for heading in headings}), *_regions(verdicts)]
@@ -100,7 +101,8 @@ def releases_report(
         record={
             "package": package,
             "releases": [
-                {"version": version, "files": [str(file.path) for file in files]} for version, files in releases.items()
+                {"version": version, "files": [str(file.path) for file in files.values()]}
+                for version, files in releases.items()
             ],
             "findings": [{"finding": row.name} | presence for row, presence in zip(rows, presences, strict=True)],
             "changes": changes,
@@ -109,32 +111,26 @@ def releases_report(
     )
 
 
-def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, list[RecordedFile]]:
-    by_version: dict[str, list[RecordedFile]] = {}
+def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, Files]:
+    by_version: dict[str, dict[str, RecordedFile]] = {}
     for file in files:
         if (version := file.fact("packages", package)) is None:
             raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
-        alike = by_version.setdefault(str(version), [])
-        twice = next((other for other in alike if _axes(other) == _axes(file)), None)
-        if twice is not None:
-            raise NotComparableError(f"{twice.path} and {file.path} are both of {package} {version}, on the same axes")
-        alike.append(file)
+        other = by_version.setdefault(str(version), {}).setdefault(str(file.content.get("ranges")), file)
+        if other is not file:
+            raise NotComparableError(f"{other.path} and {file.path} are both of {package} {version}, on the same axes")
     if len(by_version) < 2:
         raise NotComparableError(
             f"all reports are of {package} {', '.join(by_version)}: there are no two releases to compare"
         )
-    return by_version
+    return {**by_version}
 
 
-def _axes(file: RecordedFile) -> str:
-    return str(file.content.get("ranges"))
-
-
-def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
+def _cases(axes: str, file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
     capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
     for each in cases_of(file):
         verdict = known(each, KNOWN_FAILURES, tuple(capability) if capability else None, (packages or {}).get)
-        yield (_axes(file), each.check, each.interface.value, repr(each.case)), verdict
+        yield (axes, each.check, each.interface.value, repr(each.case)), verdict
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
@@ -165,24 +161,22 @@ def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
 
 
 def _environment(version: str, files: Files) -> str:
-    first = files[0]
+    first = next(iter(files.values()))
     facts = {"on": ("gpu",), "torch": ("packages", "torch"), "commit": ("commit",)}
     described = [f"{name} {first.fact(*keys)}" for name, keys in facts.items() if first.fact(*keys)]
     return f"{version}: {', '.join((first.content['implementation'], *described))}"
 
 
 def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile]]:
-    by_axes = {_axes(file): file for file in after}
-    return [(file, by_axes[_axes(file)]) for file in before if _axes(file) in by_axes]
+    return [(file, after[axes]) for axes, file in before.items() if axes in after]
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
     (first, first_files), *later = releases.items()
     for version, files in later:
-        pairs = _pairs(first_files, files)
-        if not len(pairs) == len(first_files) == len(files):
+        if first_files.keys() != files.keys():
             yield f"different settings: {first} and {version} do not have reports of the same axes"
-        for one, other in pairs:
+        for one, other in _pairs(first_files, files):
             if names := different_settings(one, other):
                 yield f"different settings: {other.path} has another {', '.join(names)} than {one.path}"
 

@@ -59,30 +59,26 @@ class CheckRow:
 
 
 @dataclass(frozen=True)
-class JudgedRun:
-    record: RecordedFile
-
-    @property
-    def name(self) -> str:
-        return self.record.name
+class JudgedRun(RecordedFile):
+    """A recorded report of the judge."""
 
     @property
     def implementation(self) -> str:
-        return str(self.record.content["implementation"]).removeprefix(MODULE_PREFIX)
+        return str(self.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
         """Return a shell command for the page's folder; "" if the report does not number its cases."""
-        suffix = self.record.path.name.removeprefix(Path(self.name).name)
+        suffix = self.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
-        return self.record.content.get("cases") or ()
+        return self.content.get("cases") or ()
 
     @functools.cached_property
     def rows(self) -> list[CheckRow]:
         cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
-        checks = [(check["check"], check["interface"], check) for check in self.record.content["checks"]]
+        checks = [(check["check"], check["interface"], check) for check in self.content["checks"]]
         return [
             CheckRow(self, key, SHORT_NAMES.get(name, name), check["outcome"], check, cases.get((key, name), ()))
             for key, name, check in checks
@@ -95,18 +91,18 @@ class JudgedRun:
     @property
     def verdict(self) -> str:
         """Return "right" if no call that the profile's engine sends is wrong, otherwise the worst outcome."""
-        if self.record.content.get("profile") and self.record.content.get("is_right"):
+        if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
 
     @property
     def verdict_text(self) -> str:
-        is_partial = self.verdict in (RIGHT, KNOWN) and self.record.content.get("is_right") is False
+        is_partial = self.verdict in (RIGHT, KNOWN) and self.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
     @property
     def diagnosis(self) -> Mapping[str, Any]:
-        return self.record.content.get("diagnosis") or {}
+        return self.content.get("diagnosis") or {}
 
     @property
     def sentence(self) -> str:
@@ -165,10 +161,10 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
         "cases": lambda run: number(run.counts.total()),
         "results": lambda run: number(sum(row.check["judged"] for row in run.rows)),
         **_outcome_columns(lambda run: run.counts),
-        "not begun": lambda run: number(run.record.content.get("left_out")),
-        "level": lambda run: words(run.record.content.get("level")),
-        "profile": lambda run: words(run.record.content.get("profile")),
-        "commit": lambda run: words(run.record.environment.get("commit")),
+        "not begun": lambda run: number(run.content.get("left_out")),
+        "level": lambda run: words(run.content.get("level")),
+        "profile": lambda run: words(run.content.get("profile")),
+        "commit": lambda run: words(run.environment.get("commit")),
     }
     return make_table(columns, runs, name="judge-runs", caption="Runs of the judge")
 

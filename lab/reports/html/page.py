@@ -54,7 +54,7 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
         lstrip_blocks=True,
     )
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in FileKind}
-    judged_runs = [judged.JudgedRun(file) for file in of_kind[FileKind.JUDGE]]
+    judged_runs = [judged.JudgedRun(**vars(file)) for file in of_kind[FileKind.JUDGE]]
     worst_first = sorted(judged_runs, key=lambda run: judged.WORST_FIRST.index(run.verdict))
     checked = [row for run in judged_runs for row in run.rows]
     cited = {finding for row in checked for finding in row.findings}
