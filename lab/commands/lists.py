@@ -1,12 +1,13 @@
 """Define `lab checks`, which lists the judge's checks, and `lab implementations`, which lists the kernels for this machine."""
 
-from lab.commands.options import ProfileKey, prepare_machine, refusing_errors
+from lab.commands.options import ProfileKey, prepare_machine
 
 
 def checks(profile: ProfileKey = None) -> None:
     """List the judge's checks: key, name, and the defects that each check finds. With --profile, list what an engine sends: the
     values of each parameter, and where the engine's code passes them.
     """
+    from lab.checks.parameters.profiles import profile_named
     from lab.checks.properties import checks as catalogue
     from lab.reports.tables import table_of_lines, terminal, terminal_of
 
@@ -14,10 +15,7 @@ def checks(profile: ProfileKey = None) -> None:
         lines = [(check.key, check.name, check.catches) for check in catalogue()]
         terminal().print(terminal_of(table_of_lines(("key", "name", "finds"), lines)))
         return
-    from lab.checks.parameters.profiles import profile_named
-
-    with refusing_errors():
-        engine = profile_named(profile)
+    engine = profile_named(profile)
     rows = [
         (functions, name, each.values or "not sent", each.remark, each.source)
         for functions, parameters in engine.functions.items()
