@@ -16,7 +16,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks import GraphCase, Level, Outcome, Ranges, ReplaySequence, judge_case
 from lab.checks.properties import graph_replays
 from lab.checks.properties.check import Check
-from lab.checks.properties.graph_replays import SEQUENCES, judge_sequence
+from lab.checks.properties.graph_replays import judge_sequence
 from lab.checks.run.judging import run_case
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
@@ -75,8 +75,8 @@ def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_r
         for name in ("tiny", "gpt-oss-120b")
     }
     run = {(each.mode, each.sequence) for each in cases if each.geometry == "gpt-oss-120b"}
-    assert settings["tiny"] == dict.fromkeys(SETTINGS, len(modes) * len(SEQUENCES))
-    assert len(run) == settings["gpt-oss-120b"].total() == len(modes) * len(SEQUENCES)
+    assert settings["tiny"] == dict.fromkeys(SETTINGS, len(modes) * len(ReplaySequence))
+    assert len(run) == settings["gpt-oss-120b"].total() == len(modes) * len(ReplaySequence)
     assert set(settings["gpt-oss-120b"]) == set(SETTINGS)
     assert len(set(map(repr, cases))) == len(cases)
 

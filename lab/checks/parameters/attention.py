@@ -1,6 +1,4 @@
-"""Make attention cases from `Ranges`: balanced ones, in which each parameter value occurs equally often, and random ones.
-`discover` narrows ranges to the values that a function accepts.
-"""
+"""Make attention cases from `Ranges`, and narrow ranges to the values that a function accepts."""
 
 import itertools
 import random
@@ -49,7 +47,7 @@ def balanced(
     for number in range(count):
         values = all_builds[(first + number) % num_builds] | at_run_time[number]
         q_lens, kv_lens = (lens[number % 3 :] + lens[: number % 3] for lens in _lens(rng, ranges, interface, values))
-        page_size = _page_size(values)
+        page_size = values.get("page_sizes") or values["mla_page_sizes"]
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
         seeds = {"seed": number + seed, "page_seed": number + seed}
         yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
@@ -74,6 +72,7 @@ def case_within(
 ) -> AttentionCase:
     """Return a case with these lengths. `values` has its other parameters, by names of fields of `ranges` such as "dtypes"."""
     dtype, kv_dtype = values["dtypes"]
+    page_size = values.get("page_sizes") or values["mla_page_sizes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
         heads = {"num_kv_heads": 1, "group": values["mla_heads"], "head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -90,7 +89,7 @@ def case_within(
         window_left=window_left,
         sinks=values.get("sinks", False),
         seed=seed,
-        storage=Storage(_page_size(values), kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
+        storage=Storage(page_size, kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
     )
 
 
@@ -110,15 +109,10 @@ def values_of(case: AttentionCase) -> Point:
     return {name: found[name] for name in fields_of(case.interface)}
 
 
-def _page_size(values: Mapping[str, Any]) -> int:
-    size: int = values["page_sizes"] if "page_sizes" in values else values["mla_page_sizes"]
-    return size
-
-
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    q_len, page_size = values["q_lens"], _page_size(values)
+    q_len, page_size = values["q_lens"], values.get("page_sizes") or values["mla_page_sizes"]
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
         return [q_len] * 3, [max(rng.choice(edges), q_len) for _ in range(3)]
@@ -134,15 +128,18 @@ def drawn_cases(
     """Yield random attention cases, changed by `adapt`, without end; nothing for a function without a paged cache."""
 
     def make(point: Point, seed: int) -> Any:
-        return adapt(drawn_case(ranges, interface, point, seed))
+        # The seed determines the data, and the lengths of all requests except the longest.
+        rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
+        kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
+        rng.shuffle(kv_lens)
+        q_lens = [q_len] * len(kv_lens)
+        if interface is AttentionCall.CONTEXT:
+            q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]
+        window = point["window_left"] if point.get("windows") else -1
+        return adapt(case_within(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed))
 
-    # The same points for all checks, so that few kernels are compiled for them.
-    if interface in PAGED_CALLS:
-        yield from samples(drawn_model(ranges, interface), f"{interface.name} {ranges.seed}", make)
-
-
-def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model of random attention cases, with the numbers and lengths of their requests."""
+    if interface not in PAGED_CALLS:
+        return
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -152,19 +149,9 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
         axes["rows"] = range(1, MOST_DRAWN_ROWS + 1)
     if True in ranges.windows and "windows" in axes:
         axes["window_left"] = range(ranges.longest + 1)
-    return Model(axes, (Constraint(lambda longest, q_lens: q_lens <= longest, "a request has its rows' keys"),))
-
-
-def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the case of a point. The seed determines the data, and the lengths of all requests except the longest."""
-    rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
-    kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
-    rng.shuffle(kv_lens)
-    q_lens = [q_len] * len(kv_lens)
-    if interface is AttentionCall.CONTEXT:
-        q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]
-    window = point["window_left"] if point.get("windows") else -1
-    return case_within(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)
+    rules = (Constraint(lambda longest, q_lens: q_lens <= longest, "a request has its rows' keys"),)
+    # The same points for all checks, so that few kernels are compiled for them.
+    yield from samples(Model(axes, rules), f"{interface.name} {ranges.seed}", make)
 
 
 def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int) -> list[Point]:

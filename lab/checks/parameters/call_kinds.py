@@ -16,8 +16,6 @@ Change = Callable[[AttentionCase], AttentionCase]  # raises ValueError for a cas
 
 @dataclass(frozen=True)
 class CallKind:
-    """A special kind of call: the functions that have it, and how a plain case is changed."""
-
     interfaces: tuple[AttentionCall, ...]  # the functions that have calls of this kind
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 

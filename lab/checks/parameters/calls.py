@@ -1,6 +1,4 @@
-"""Build the call that a configuration describes, and judge its results. The functions `_query` to `_far` change the arguments
-of a built call to the form that the configuration names, such as a tensor with gaps between rows.
-"""
+"""Build the call that a configuration describes, in forms such as tensors with gaps between rows, and judge its results."""
 
 import math
 from collections.abc import Iterator
@@ -92,7 +90,6 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Return the call of a configuration, with each argument in the configuration's form."""
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
     sinks = inputs.sinks

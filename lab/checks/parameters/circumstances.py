@@ -1,6 +1,4 @@
-"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split. The smoke
-level judges each form of an argument in each circumstance.
-"""
+"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,19 +18,8 @@ KEPT = (
 )
 # Axes that decide which keys a row sees, and which code computes the row.
 DECISIVE = (
-    *(
-        "window_left",
-        "offsets",
-        "causal",
-        "mask",
-        "sinks",
-        "skip_softmax",
-        "lse",
-        "rank",
-        "head_pages",
-        "longest_request",
-    ),
-    *("max_q_len", "top_k", "entries", "top_k_lens"),
+    *("window_left", "offsets", "causal", "mask", "sinks", "skip_softmax", "lse", "rank", "head_pages"),
+    *("longest_request", "max_q_len", "top_k", "entries", "top_k_lens"),
 )
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
@@ -83,7 +70,7 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield the circumstances, for which kernels have separate code, that a model permits. A metadata builder has none.
+    """Yield the circumstances that a model permits. A metadata builder has none.
 
     There are three with one query row per request, and three with several rows:
     1. A request has thousands of keys, and at most `FEW` of the `DECISIVE` axes have other values than the default.

@@ -39,8 +39,8 @@ class Coverage:
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
-            "pairs": _named(self.pairs),
-            "triples": _named(self.triples),
+            "pairs": {reach.value: self.pairs[reach] for reach in Reach},
+            "triples": {reach.value: self.triples[reach] for reach in Reach},
             "impossible": dict(self.impossible),
             "num_blind_spots": len(self.blind),
             "blind_spots": [
@@ -56,7 +56,6 @@ class Coverage:
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function that has verdicts on `Configuration` cases."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -91,8 +90,7 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
     """Return the values, pairs and declared triples in judged cases, and those in declined cases. Cases that failed before a
-    comparison do not count. A case with a value of a group of `Model.apart`, such as an NVFP4 cache, counts only for
-    combinations with a value of the group, unless every judged case has one.
+    comparison do not count, nor do values outside a group of `Model.apart` that a case has, unless every judged case has one.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -106,11 +104,11 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
     return judged, declined
 
 
-def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model with only judged values, and its pairs and triples that no judged case has; None if an axis has none."""
+def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
+    """Return the model with only judged values, None if an axis has none, and its pairs and triples that no judged case has."""
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
-    return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
+    return taken, [] if taken is None else [goal for goal in taken.tuples() if goal not in judged]
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
@@ -119,10 +117,6 @@ def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
         for reach in Reach
         if (found := [_shown(value) for value, each in values.items() if each is reach])
     }
-
-
-def _named(counts: Mapping[Reach, int]) -> dict[str, int]:
-    return {reach.value: counts[reach] for reach in Reach}
 
 
 def _share(counts: Mapping[Reach, int], what: str) -> str:

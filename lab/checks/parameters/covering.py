@@ -43,7 +43,6 @@ class Shard:
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
-        """Yield every `count`-th item. Item 0 belongs to shard number `first % count + 1`."""
         return itertools.islice(items, (self.number - 1 - first) % self.count, None, self.count)
 
 
@@ -75,29 +74,21 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 class Model:
     """The axes (parameters) of a call with their values, and the rules between them. A point is a value for each axis.
 
-    Attributes:
-        axes: the values of each axis, by the axis' name. The first value is the default.
-        rules: the constraints between axes. Axes without a constraint combine freely.
-        triples: groups of three axes whose values are covered in triples, not only in pairs.
-        vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value covers only this value, and
-            the pairs and triples that contain this value.
-        apart: groups of (axis, value) pairs that kernels decline or compute by separate code, such as an NVFP4 cache. A point
-            with a value of a group covers only combinations that contain a value of the group. So every other combination
-            must also occur in a point without the group. A group is ignored if it has all values of an axis.
-        shard: the part of a run to which the points belong: its values, pairs and triples must be covered.
-        default: the first allowed point, with the default value of each axis where the rules permit it.
-
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
     """
 
-    axes: Mapping[str, Sequence[Any]]
+    axes: Mapping[str, Sequence[Any]]  # the values of each axis, the default first
     rules: tuple[Constraint, ...] = ()
-    triples: tuple[tuple[str, str, str], ...] = ()
-    vacuous: Group = frozenset()
+    triples: tuple[tuple[str, str, str], ...] = ()  # three axes whose values are covered in triples, not only in pairs
+    vacuous: Group = (
+        frozenset()
+    )  # with such a value a call computes nothing, and a point covers only what contains the value
+    # Values that kernels decline or compute by separate code, such as an NVFP4 cache. A point with one covers only combinations
+    # with a value of the same group. A group is ignored if it has all values of an axis.
     apart: tuple[Group, ...] = ()
-    shard: Shard = Shard()
-    default: Point = field(init=False)
+    shard: Shard = Shard()  # only its values, pairs and triples must be covered
+    default: Point = field(init=False)  # the default value of each axis where the rules permit it
 
     def __post_init__(self) -> None:
         if empty := [name for name, values in self.axes.items() if not values]:
@@ -179,10 +170,8 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Add a value for each axis in `names` to the point: the first values that together break no rule. Return None on
-        success. If no values fit, leave the point unchanged and return the axes that conflict.
-
-        The search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
+        """Add values for the axes `names` to the point, the first that break no rule, and return None; else return the axes
+        that conflict. The search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
         """
         if not names:
             return None
@@ -202,8 +191,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, and for each other value of each axis a point with this value and otherwise defaults, as
-        far as the rules permit. Values of other shards (parts of the run) are left out, except those of the axes in `of_all`.
+        """Yield the default point, and a point for each other value with otherwise defaults. Values of other shards are left
+        out, except those of the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -250,10 +239,8 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples that a point covers.
-
-        `vacuous`, and each of `apart` (default: the model's groups), is a set of (axis, value) pairs. If the point has such a
-        pair, it covers only the combinations that contain a pair of the same set.
+        """Yield the values, pairs and declared triples that a point covers. If it has a pair of `vacuous` or of a group in
+        `apart` (default: the model's), it covers only the combinations that contain a pair of the same group.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
@@ -275,14 +262,9 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all goals. The method is greedy: each point is built around a goal that no earlier
-        point contains. Triples are taken before pairs, because the points for the triples contain most pairs.
-
-        Args:
-            seed: seed of the order of goals and axes.
-            goals: the values, pairs or triples to cover, by default the result of `tuples`. Goals that no allowed point
-                contains are left out.
-            chosen: number of axes of a point that may have other values than the default; None for all axes.
+        """Yield points that together contain all `goals` (default: `tuples`) that allowed points contain. At most `chosen` axes
+        of a point differ from their default (None: any number). Each point is built greedily around a goal that no earlier
+        point contains, triples first, because the points for them contain most pairs.
         """
         rng = random.Random(seed)
         left = _Left(self.tuples() if goals is None else goals)
@@ -300,10 +282,8 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
-        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds. At most `chosen` of its
-        axes may have other values than the default; None for all axes. Return None if no allowed point contains `goal`.
-
-        The axes of the largest triples get their values first, while the other axes of these triples are free.
+        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds, or None if no allowed point
+        does. Axes of the largest triples get their values first, while the other axes of these triples are free.
         """
         whole = self.completed(dict(goal))
         if whole is None:

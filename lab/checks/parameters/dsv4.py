@@ -1,6 +1,4 @@
-"""DeepSeek-V4's decode call: the values and rules of its parameters, and how its arguments are built. Each query row attends to
-two pools, a sliding window of tokens and compressed entries, each built like that of a sparse MLA decode call.
-"""
+"""DeepSeek-V4's decode call over two pools (a window of tokens, compressed entries): its parameters, rules and arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +29,7 @@ from lab.checks.parameters.values import (
     LongestRequest,
     Offsets,
     Output,
+    Sinks,
     Tables,
     Without,
 )
@@ -101,27 +100,21 @@ DSV4_RULES = constraints(
 TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "window_entries", "sparse_indices"))
 
 
-def dsv4_inputs(of: Chosen, _ranges: Ranges, device: torch.device) -> DSV4Inputs:
-    return _inputs(of, device, lens_of(of), of.seed, of.seed, of["sinks"] != "none")
-
-
-def redrawn_dsv4(
-    of: Chosen, _ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
+def dsv4_inputs(
+    of: Chosen, _: Ranges, device: torch.device, lens: Lens | None = None, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors with other lengths, with sinks, and with other data for each `seed` and pages if `moved`."""
-    return _inputs(of, device, lens, of.seed + 2 * seed, of.seed + moved, True)
-
-
-def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_by: int, has_sinks: bool) -> DSV4Inputs:
+    """Return the tensors of a configuration; in a graph replay with other lengths, sinks, data (`seed`), pages (`moved`)."""
+    has_sinks = lens is not None or of["sinks"] != Sinks.NONE
+    lengths = lens or lens_of(of)
     columns = of["columns"] - WINDOW_COLUMNS
-    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lens.kv_lens)
+    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lengths.kv_lens)
 
     def case(kv_lens: tuple[int, ...], entries: str, top_k: int, page_size: int, pool: int) -> AttentionCase:
         tail = TAILS.get(of["sparse_indices"], TableTail.FOREIGN)
         return AttentionCase(
             AttentionCall.MLA_DECODE,
             kv_lens,
-            lens.q_lens,
+            lengths.q_lens,
             num_kv_heads=1,
             group=of["heads"],
             head_dim=of["head_dim"],
@@ -133,12 +126,12 @@ def _inputs(of: Chosen, device: torch.device, lens: Lens, drawn_by: int, pages_b
             offsets=of["offsets"] != Offsets.NONE,
             top_k=top_k,
             entries=Entries[entries.upper()] if top_k else None,
-            seed=drawn_by + pool,
-            storage=Storage(page_size, table_tail=tail, page_seed=pages_by + pool),
+            seed=of.seed + 2 * seed + pool,
+            storage=Storage(page_size, table_tail=tail, page_seed=of.seed + moved + pool),
         )
 
     return build_dsv4(
-        case(lens.kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], 0),
+        case(lengths.kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], 0),
         case(compressed, of["compressed_entries"], columns, of["compressed_page_size"], 1),
         device,
     )

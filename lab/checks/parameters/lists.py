@@ -61,7 +61,6 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)
         return count(DraftListsCase(lens, num_steps, topk, page_size)) <= most

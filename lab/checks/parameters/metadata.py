@@ -3,7 +3,6 @@ requests.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention, with_padding_requests
 from lab.workloads.inputs.expected_metadata import (
     wrong_dead_cells,
     wrong_dsv4_metadata,
@@ -101,10 +100,8 @@ class Snapshot:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, which records an error if it changes its inputs, and restores them.
-
-    The expected metadata is computed from the inputs later. `what` names the metadata in errors; `features` are those of the
-    pass, None for those of the last call.
+    """Return the implementation's metadata builder, which records an error if it changes its inputs, and restores them for the
+    expected metadata. `features` are those of the pass, None for those of the last call.
     """
     function = run.function(interface)
 
@@ -142,7 +139,6 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    """Expect that metadata does not change if each tensor of its batch and pool is changed in place."""
     built = Snapshot(metadata)
     for name, tensor in Snapshot(batch, pool).tensors().items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
@@ -260,25 +256,17 @@ def _make_holes(pool: KVPool, rows: Sequence[int]) -> None:
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
-    changes: dict[str, Any] = {
-        "req_pool_indices": more(batch.req_pool_indices),
-        "seq_lens": more(batch.seq_lens, value=of["padding"].slot_length),
-        "num_tokens": batch.num_tokens + SLOTS * (0 if case.mode is ForwardMode.DRAFT_EXTEND else case.rows),
-    }
-    if batch.extend_seq_lens is not None and batch.extend_seq_lens_cpu is not None:
-        # If the mode has a fixed number of rows, padding requests have it too. Their tokens are written to slot 0.
-        rows = case.rows if case.mode.query_rows is QueryRows.FIXED else 0
-        new_lens = more(batch.extend_seq_lens, value=rows)
-        changes |= {
-            "extend_seq_lens": new_lens,
-            "extend_seq_lens_cpu": tuple(new_lens.tolist()),
-            "extend_prefix_lens": None if batch.extend_prefix_lens is None else more(batch.extend_prefix_lens),
-            "extend_prefix_lens_cpu": (*(batch.extend_prefix_lens_cpu or ()), *(0,) * SLOTS),
-            "out_cache_loc": torch.nn.functional.pad(batch.out_cache_loc, (0, SLOTS * rows)),
-            "spec_info": SpecInfo.of(case.mode, max(case.q_lens, default=case.rows), num_accept_tokens=new_lens),
-        }
-    return replace(batch, **changes)
+    has_lens = batch.extend_seq_lens is not None
+    # If the mode has a fixed number of rows, padding requests have it too.
+    width = 0 if has_lens and case.mode.query_rows is not QueryRows.FIXED else case.rows
+    if batch.extend_seq_lens is not None:
+        lens = torch.nn.functional.pad(batch.extend_seq_lens, (0, SLOTS), value=width)
+        most_rows = max(case.q_lens, default=case.rows)
+        batch = replace(batch, spec_info=SpecInfo.of(case.mode, most_rows, num_accept_tokens=lens))
+    num_tokens = batch.num_tokens + SLOTS * (0 if case.mode is ForwardMode.DRAFT_EXTEND else case.rows)
+    padded = with_padding_requests(batch, SLOTS, of["padding"].slot_length, width)
+    out_cache_loc = padded.out_cache_loc if has_lens else batch.out_cache_loc
+    return replace(padded, num_tokens=num_tokens, out_cache_loc=out_cache_loc)
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
-from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model, redrawn_dsv4
+from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
@@ -43,7 +43,7 @@ FAMILIES: Mapping[AttentionCall, CallFamily] = {
     AttentionCall.RAGGED_CONTEXT: CallFamily(
         _cached(ragged_model), ragged_inputs, RAGGED_FORMS, redrawn_ragged, replayed_cases
     ),
-    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS, redrawn_dsv4),
+    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS, dsv4_inputs),
 }
 FIXED = {MetadataFunction.DRAFT_KV_INDICES: LISTS, **METADATA}  # models that do not depend on ranges
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
@@ -56,11 +56,8 @@ MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Configuration(Chosen):
-    """One call, as a value for each axis (parameter) of the function's model. Its `repr` is an expression that builds an equal
-    one, and leaves out defaults.
-
-    Raises:
-        ValueError: `values` names an axis that the function's model does not have.
+    """One call, as a value for each axis (parameter) of the function's model. Its `repr`, without defaults, builds an equal
+    one. Raise ValueError if `values` names an axis that the function's model does not have.
     """
 
     def __post_init__(self) -> None:

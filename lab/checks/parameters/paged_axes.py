@@ -157,7 +157,6 @@ def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
 
 
 def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    """Return the axes of the arguments that change the softmax: sinks, both scales, and skip-softmax."""
     sinks = [each for each in Sinks if call is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
     return {
         "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),

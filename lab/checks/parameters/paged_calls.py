@@ -1,11 +1,11 @@
-"""Build the tensors of the paged call that a configuration describes. The functions `_backend` to `_mask` change the arguments
-to the form that the configuration names; `lab.checks.parameters.calls` does so for arguments that other calls have too.
+"""Build the tensors of the paged call that a configuration describes, and change arguments that only paged calls have to its
+forms.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,10 +55,7 @@ CACHE_LAYOUTS: dict[Cache, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Lens:
-    """The number of keys and the number of query rows of each request in a batch."""
-
+class Lens(NamedTuple):
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
 
@@ -102,16 +99,13 @@ def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
 
 
 def lens_of(of: Chosen) -> Lens:
-    q_lens = q_lens_of(of)
-    return Lens(kv_lens_of(of, q_lens), q_lens)
-
-
-def q_lens_of(of: Chosen) -> tuple[int, ...]:
     if of.interface is AttentionCall.CONTEXT:
-        return rows_of_prompts(of)
-    is_unequal, most = of["offsets"] == Offsets.UNEQUAL, of["q_len"]
-    q_lens = [1 + (request + of.seed) % most if is_unequal else most for request in range(of["requests"])]
-    return emptied(q_lens, of["offsets"])
+        q_lens = rows_of_prompts(of)
+    else:
+        is_unequal, most = of["offsets"] == Offsets.UNEQUAL, of["q_len"]
+        rows = [1 + (request + of.seed) % most if is_unequal else most for request in range(of["requests"])]
+        q_lens = emptied(rows, of["offsets"])
+    return Lens(kv_lens_of(of, q_lens), q_lens)
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
@@ -145,9 +139,15 @@ def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> Non
         kv_lens[request] = longest() // (1 + number % 2)
 
 
-def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return for each request 1 or 2 keys fewer than query rows, but at least 1 if it has several rows."""
-    return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
+def fitted(kv_lens: Sequence[int], q_lens: Sequence[int], lengths: Any) -> tuple[int, ...]:
+    """Return numbers of keys that fit the query rows, as the value `lengths` of the axis "lengths" says."""
+    of_rows: dict[Any, Sequence[int]] = {
+        Lengths.AS_ROWS: q_lens,
+        Lengths.OF_THE_NEXT: (*q_lens[1:], q_lens[0]),
+        # 1 or 2 keys fewer than rows, but at least 1 if a request has several rows
+        Lengths.FEWER: [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)],
+    }
+    return emptied(of_rows.get(lengths, list(map(max, kv_lens, q_lens))), lengths)
 
 
 def generator(of: Chosen) -> random.Random:
@@ -178,10 +178,7 @@ def kv_lens_of(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
         kv_lens[min({*range(count)}.difference(longest_requests(of)), default=0)] = 0
     if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
-    kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
-    if lengths == Lengths.FEWER:
-        kv_lens = fewer_than_rows(q_lens)
-    return emptied(kv_lens, lengths)
+    return fitted(kv_lens, q_lens, lengths)
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:
@@ -196,9 +193,7 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors with other lengths, a random mask, and sinks where possible, other data for each `seed`, and other
-    pages if `moved`.
-    """
+    """Return the tensors with other lengths, a random mask, sinks where possible, other data (`seed`) and pages (`moved`)."""
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
     drawn = replace(

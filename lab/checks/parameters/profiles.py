@@ -27,8 +27,6 @@ OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # features that count only fo
 
 @dataclass(frozen=True)
 class Parameter:
-    """The values that an engine passes for one parameter, and the lines of its sources that show this."""
-
     values: str  # texts separated by " | ", alone or after "any but "; "any" for every value, "" for none
     source: str  # file and lines in the engine's folder
     remark: str  # the forward modes that pass the values, or another remark
@@ -71,11 +69,10 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine sends the case of a verdict and, if results are wrong, one of the wrong calls, which may be
-        variations of the case's call.
-        """
+        """Return True if the engine sends the case of a verdict and, if results are wrong, one of the wrong calls."""
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
+        # A check also makes variations of the case's call, which the engine may never make.
         wrong = [result for result in verdict.judged.results if result.wrong]
         is_one_call = isinstance(verdict.case, Configuration) and verdict.check == "K18"
         if not wrong or hasattr(verdict.case, "mode") or is_one_call:  # all calls of a forward pass are an engine's

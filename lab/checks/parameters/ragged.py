@@ -1,6 +1,4 @@
-"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters (axes), with their values and rules,
-and how its tensors and arguments are built. Numbers of heads and head_dims include those of DeepSeek and related models.
-"""
+"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters, rules, tensors and arguments."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +24,7 @@ from lab.checks.parameters.paged_axes import (
 )
 from lab.checks.parameters.paged_calls import (
     Lens,
-    emptied,
-    fewer_than_rows,
+    fitted,
     generator,
     rows_of_prompts,
     short_lens,
@@ -188,12 +185,15 @@ def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInp
 
 
 def ragged_case(of: Chosen) -> RaggedCase:
-    q_lens, dims = rows_of_prompts(of), of["head_dims"]
-    kv_lens = _ragged_kv_lens(of, q_lens)
+    q_lens, dims, lengths, rng = rows_of_prompts(of), of["head_dims"], of["lengths"], generator(of)
+    kv_lens = short_lens(rng, TILE, q_lens)
+    longest = lengths if isinstance(lengths, int) else SHORT - 20  # long enough that a window hides keys
+    with_long(kv_lens, of, lambda: longest + rng.randrange(20))
+    fitting = fitted(kv_lens, q_lens, lengths)
     return RaggedCase(
-        tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)),
+        tuple(kv_len - rows for kv_len, rows in zip(fitting, q_lens, strict=True)),
         q_lens,
-        chunk=max(*kv_lens, 1),
+        chunk=max(*fitting, 1),
         num_heads=of["num_kv_heads"],
         group=of["group"],
         head_dim=dims.head_dim,
@@ -203,21 +203,6 @@ def ragged_case(of: Chosen) -> RaggedCase:
         contents=Contents.NEEDLES if of["contents"] == "needles" else Contents.RANDOM,
         seed=of.seed,
     )
-
-
-def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
-    lengths, rng = of["lengths"], generator(of)
-    kv_lens = short_lens(rng, TILE, q_lens)
-    longest = lengths if isinstance(lengths, int) else SHORT - 20  # long enough that a window hides keys
-    with_long(kv_lens, of, lambda: longest + rng.randrange(20))
-    kv_lens = list(map(max, kv_lens, q_lens))
-    if lengths == Lengths.AS_ROWS:
-        kv_lens = list(q_lens)
-    elif lengths == Lengths.OF_THE_NEXT:
-        kv_lens = [*q_lens[1:], q_lens[0]]
-    elif lengths == Lengths.FEWER:
-        kv_lens = fewer_than_rows(q_lens)
-    return emptied(kv_lens, lengths)
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:

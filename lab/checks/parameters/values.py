@@ -25,7 +25,6 @@ class Chosen:
         return self.values[axis]
 
     def get(self, axis: str, default: Any = None) -> Any:
-        """Return the value of an axis, or `default` if the function's model does not have the axis."""
         return self.values.get(axis, default)
 
 
@@ -69,10 +68,7 @@ class Lengths(TextEnum):
 
 
 class Without(TextEnum):
-    """Which requests are empty: without query rows as a value of the axis "offsets", without keys as a value of "lengths".
-
-    `requests(n)` returns the indexes of the empty requests in a batch of n requests.
-    """
+    """Which requests of a batch are empty: without query rows (on the axis "offsets") or without keys (on "lengths")."""
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
@@ -82,12 +78,10 @@ class Without(TextEnum):
     ALL = "none at all", range
 
     def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
-        self.requests = requests
+        self.requests = requests  # from the number of requests to the indexes of some
 
 
 class LongestRequest(TextEnum):
-    """Which requests of a batch are the longest. `requests(n)` returns their indexes in a batch of n requests."""
-
     LAST = "last", lambda count: (count - 1,)
     FIRST = "first", lambda count: (0,)
     MIDDLE = "in the middle", lambda count: (count // 2,)
@@ -95,7 +89,7 @@ class LongestRequest(TextEnum):
     ALL_BUT_ONE = "all but the first", lambda count: range(1, count)
 
     def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
-        self.requests = requests
+        self.requests = requests  # from the number of requests to the indexes of some
 
 
 @functools.cache
@@ -122,8 +116,6 @@ class Offsets(TextEnum):
 
 
 class Rows(TextEnum):
-    """How many query rows the requests of a context call or ragged context call have."""
-
     UNEQUAL = "unequal"
     ONE_EACH = "one each"
 
@@ -143,8 +135,6 @@ class Mask(TextEnum):
 
 
 class Sinks(TextEnum):
-    """Whether a call has sinks (one number per head), and how they are passed."""
-
     NONE = "none"
     PER_HEAD = "per head"
     SOME_MINUS_INFINITY = "some minus infinity"
@@ -200,8 +190,6 @@ class ValueScale(TextEnum):
 
 
 class Output(TextEnum):
-    """How a call gets the buffer and dtype of its output: `out` and `out_dtype`."""
-
     NONE = "none", None, False
     GIVEN = "given"
     VIEW = "a view"
@@ -222,8 +210,6 @@ class Output(TextEnum):
 
 
 class Lse(TextEnum):
-    """How a call requests the LSE: `lse` and `return_lse`."""
-
     NONE = "none", False
     RETURNED = "returned", False
     GIVEN = "given"
@@ -280,8 +266,6 @@ class Tables(TextEnum):
 
 
 class Pages(TextEnum):
-    """Whether the page table of a request names a page twice."""
-
     ONCE = "once each"
     TWICE = "the last twice"  # the last table entry of a request with several pages is that of the page before
 
@@ -313,16 +297,12 @@ class Cache(TextEnum):
 
 
 class KV(TextEnum):
-    """How keys and values are stored in a ragged call."""
-
     V_APART = "V apart"
     V_OF_A_PROJECTION = "V of a projection"
     ONE_TENSOR = "of one tensor"
 
 
 class RaggedPadding(TextEnum):
-    """Which padding follows the last query row and the last key of a ragged call."""
-
     NONE = "none"
     ROWS = "rows"
     KEYS = "keys"
@@ -343,8 +323,6 @@ class BatchPadding(TextEnum):
 
 
 class Later(TextEnum):
-    """How the second pass of a metadata builder's case differs from the first one."""
-
     SAME = "the same"
     LONGER = "longer"
     OTHERS = "others"
@@ -360,8 +338,6 @@ class Later(TextEnum):
 
 
 class Prefixes(TextEnum):
-    """Which prefix lengths the requests of a metadata builder's batch have."""
-
     UNEQUAL = "unequal"
     NONE = "none"
     SOME_NONE = "some none"

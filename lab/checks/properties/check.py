@@ -56,9 +56,7 @@ class Scope:
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
 
 
-# From the function, the ranges, the verdicts so far (and the shard): further cases, and random cases of judged values only.
-Following = Callable[[Interface, Ranges, Sequence[CaseVerdict], Shard], Iterable[Any]]
-DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[DrawnPoint]]
+Following = Callable[[Scope, Sequence[CaseVerdict]], Iterable[Any]]  # from the verdicts so far: further cases
 
 
 def itself(case: AttentionCase) -> AttentionCase:
@@ -83,7 +81,7 @@ class Check:
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
     quick: int = 2  #: number of fixed cases at the quick level, for a check without `more`
     #: yields further random cases, which are judged after all other cases if the run has time left
-    draw_on: DrawOn = lambda *_: ()
+    draw_on: Callable[[Scope, Sequence[CaseVerdict]], Iterable[DrawnPoint]] = lambda *_: ()
     #: the special kinds of calls, such as calls over an NVFP4 cache, that the check judges too: one case of each kind, at the
     #: full level one case of each form of the kind
     kinds: tuple[CallKind, ...] = KINDS
@@ -112,9 +110,4 @@ class Check:
         return [cases[at * len(cases) // count] for at in range(count)]
 
     def draw(self, interface: Interface, ranges: Ranges) -> Iterable[DrawnPoint]:
-        """Return random cases for a function, without end; () if the check has none."""
         return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
-
-
-def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    return lambda scope: scope.balanced(smoke, full, seed)

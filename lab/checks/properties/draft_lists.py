@@ -1,7 +1,7 @@
 """Find a draft's K/V lists with a wrong cell, a missing cell, or a cell that is written outside the lists.
 
-Lists are long and most cells are never read in a test, so a missing block or a store beyond a list is not noticed. This check
-compares every cell of every buffer, including guard cells, with loops over requests, branches and tokens.
+Most cells of long lists are never read in a test, so a missing block or a store beyond a list is not noticed. Here every cell
+of every buffer, including guard cells, is compared with loops over requests, branches and tokens.
 """
 
 from collections.abc import Iterator

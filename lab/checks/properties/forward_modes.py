@@ -17,6 +17,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, Result
 from lab.checks.parameters.covering import Model, constraints
+from lab.checks.parameters.paged_axes import MHA
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unsupported
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
@@ -230,7 +231,13 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
     try:
         forward.run(run.engine(), out)
         run.expect_close("the pass", Result(forward.rows_of_requests(out), None), truth)
-        for what, make in _other_forms(run, forward):
+        others: dict[str, Callable[[Tensor], None]] = {}
+        if CallForm.PREPARED in run.forms:
+            others["the pass, by whole calls"] = partial(forward.run, run.engine(CallForm.WHOLE))
+        for form in run.forms[1:] if not getattr(forward, "shards", ()) else ():
+            made_before = partial(_made_before, forward, run.engine(form))
+            others[f"the pass, {form.name.lower()} on other contents"] = made_before
+        for what, make in others.items():
             unwritten(out)
             with run.noting(what):
                 make(out)
@@ -242,15 +249,6 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
     finally:
         run.expect("around out", wrong_guards("its output", around))
         run.expect_unchanged("the inputs", forward.inputs(), before)
-
-
-def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    if CallForm.PREPARED in run.forms:
-        yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
-    if not getattr(forward, "shards", ()):
-        for form in run.forms[1:]:
-            words = f"the pass, {form.name.lower()} on other contents"
-            yield words, partial(_made_before, forward, run.engine(form))
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
@@ -270,4 +268,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_forward(run.case, run.device))
 
 
-CHECK = Check("M1", __doc__, _cases, _judge, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT), quick=5)
+CHECK = Check("M1", __doc__, _cases, _judge, MHA, quick=5)

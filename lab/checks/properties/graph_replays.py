@@ -1,19 +1,20 @@
 """Find a pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
-Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers, in a forward mode that
-an engine captures. Its requests have four K/V lengths: `short`, `edge` (at the end of a page), `across` (one token into a
-page) and `longest`. Each replay must give the metadata of `lab.references.forward_metadata` and the output that is computed
-from the requests' K/V histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again.
+Each case is a short series of graph replays, eager passes and overwritten buffers, in a forward mode that an engine captures.
+Each replay must give the metadata of `lab.references.forward_metadata` and the output that is computed from the requests' K/V
+histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 
 import torch
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun
+from lab.checks.parameters.paged_axes import MHA
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unjudgeable, Unsupported
 from lab.gpus import capability_of
@@ -31,9 +32,7 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn) of the graph replays: at the smoke level each sequence in two modes. By `turn` a caller
-    chooses further settings.
-    """
+    """Yield (mode, sequence, turn) of the graph replays of a level. By `turn` a caller chooses further settings."""
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
         return
@@ -94,7 +93,7 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
     for what, form in forms.items():
         fixture = new_fixture(run.case, run.engine(form), run.device, make)
         try:
-            wrong = [*islice(SEQUENCES[run.case.sequence](fixture, *fixture.lengths), 1)]
+            wrong = [*islice(_wrongs(run.case.sequence, fixture), 1)]
         except Unsupported as refusal:
             if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
                 raise
@@ -105,95 +104,63 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
         run.expect(what, wrong, kind="output")
 
 
-# Sentences about errors. A replay sequence gets four K/V lengths: `ReplayFixture.lengths`. It is stopped at its first sentence.
-Wrongs = Iterator[str]
-
-
-def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
+def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Iterator[str]:
     for number, batch in enumerate(batches):
         for wrong in fixture.wrongs(batch, fixture.replay(batch)):
             yield f"replay {number}: {wrong}"
 
 
-def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    # A graph is captured with padding requests only, which may have fewer keys than query rows.
-    if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
-        yield f"{wrong} output vectors of the capture itself are not finite"
-    yield from _replayed(fixture, fixture.batch(short, edge, across, longest))
+def _wrongs(sequence: ReplaySequence, fixture: ReplayFixture) -> Iterator[str]:
+    """Run a replay sequence, and yield a sentence for each error. A caller stops it at its first one."""
+    short, edge, across, longest = fixture.lengths
+    replayed, batch_of = partial(_replayed, fixture), fixture.batch
+    match sequence:
+        case ReplaySequence.CAPTURED_BELOW_Q:
+            # A graph is captured with padding requests only, which may have fewer keys than query rows.
+            if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
+                yield f"{wrong} output vectors of the capture itself are not finite"
+            yield from replayed(batch_of(short, edge, across, longest))
+        case ReplaySequence.EAGER_EQUALS_REPLAY:
+            batch = batch_of(across, short, longest, edge)
+            yield from fixture.wrongs(batch, fixture.eager(batch))
+            yield from replayed(batch)
+        case ReplaySequence.AFTER_A_LONGER_BATCH:
+            # Page tables and running sums keep the long batch's values after the cells that the shorter batch uses.
+            yield from replayed(batch_of(*[longest] * 4), batch_of(short, edge, short, across, first_request=1))
+        case ReplaySequence.A_B_A:
+            first, other = batch_of(edge, across), batch_of(longest, short, first_request=2)
+            state = fixture.generator.get_state()
+            before = fixture.replay(first)
+            yield from fixture.wrongs(first, before)
+            yield from replayed(other)
+            fixture.generator.set_state(state)
+            again = fixture.replay(first)
+            if differing := int((before.out != again.out).sum()):
+                yield f"the same batch gave {differing} other elements after another one"
+            yield from fixture.wrongs(first, again)
+        case ReplaySequence.TWO_CAPTURED_SIZES:
+            small, large = batch_of(edge, short), batch_of(longest, across, short, edge)
+            moved = batch_of(across, longest, first_request=1), batch_of(short, longest, edge, first_request=1)
+            yield from replayed(small, large, *moved, batch_of(longest))
+        case ReplaySequence.EAGER_BETWEEN_REPLAYS:
+            yield from replayed(batch_of(edge, across))
+            larger = batch_of(longest, short, across, edge, longest)  # more requests than any graph has
+            yield from fixture.wrongs(larger, fixture.eager(larger))
+            if fixture.device.type == "cuda":
+                torch.cuda.empty_cache()
+            yield from replayed(batch_of(longest, short, first_request=2))
+        case ReplaySequence.SAME_BUFFERS:
+            pointers = fixture.pointers()
+            wrongs = [*replayed(batch_of(edge, across), batch_of(longest, short, edge))]
+            names = [name for name, address in fixture.pointers().items() if address != pointers.get(name)]
+            yield from [f"{', '.join(names)} moved after capture"] if names else wrongs
+        case ReplaySequence.POISONED:
+            batches = ((across,), (longest, short, edge), (edge, longest, across, short))
+            for value, lens in product((HUGE, float("nan")), batches):
+                batch = batch_of(*lens)
+                fixture.poison(value)
+                for each in fixture.wrongs(batch, fixture.replay(batch, padding=value)):
+                    yield f"with {value} around it: {each}"
 
 
-def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    batch = fixture.batch(across, short, longest, edge)
-    yield from fixture.wrongs(batch, fixture.eager(batch))
-    yield from _replayed(fixture, batch)
-
-
-def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    # Page tables and running sums keep the long batch's values after the cells that the shorter batch uses.
-    longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
-    yield from _replayed(fixture, longer, shorter)
-
-
-def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
-    state = fixture.generator.get_state()
-    before = fixture.replay(first)
-    yield from fixture.wrongs(first, before)
-    yield from _replayed(fixture, other)
-    fixture.generator.set_state(state)
-    again = fixture.replay(first)
-    if differing := int((before.out != again.out).sum()):
-        yield f"the same batch gave {differing} other elements after another one"
-    yield from fixture.wrongs(first, again)
-
-
-def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    yield from _replayed(
-        fixture,
-        fixture.batch(edge, short),
-        fixture.batch(longest, across, short, edge),
-        fixture.batch(across, longest, first_request=1),
-        fixture.batch(short, longest, edge, first_request=1),
-        fixture.batch(longest),
-    )
-
-
-def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    yield from _replayed(fixture, fixture.batch(edge, across))
-    larger = fixture.batch(longest, short, across, edge, longest)  # more requests than any graph has
-    yield from fixture.wrongs(larger, fixture.eager(larger))
-    if fixture.device.type == "cuda":
-        torch.cuda.empty_cache()
-    yield from _replayed(fixture, fixture.batch(longest, short, first_request=2))
-
-
-def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    before = fixture.pointers()
-    wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
-    moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
-    yield from [f"{', '.join(moved)} moved after capture"] if moved else wrongs
-
-
-def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    for value, lens in product(
-        (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))
-    ):
-        batch = fixture.batch(*lens)
-        fixture.poison(value)
-        for wrong in fixture.wrongs(batch, fixture.replay(batch, padding=value)):
-            yield f"with {value} around it: {wrong}"
-
-
-SEQUENCES: dict[ReplaySequence, Callable[[ReplayFixture, int, int, int, int], Wrongs]] = {
-    ReplaySequence.CAPTURED_BELOW_Q: _captured_below_q,
-    ReplaySequence.EAGER_EQUALS_REPLAY: _eager_equals_replay,
-    ReplaySequence.AFTER_A_LONGER_BATCH: _after_a_longer_batch,
-    ReplaySequence.A_B_A: _a_b_a,
-    ReplaySequence.TWO_CAPTURED_SIZES: _two_captured_sizes,
-    ReplaySequence.EAGER_BETWEEN_REPLAYS: _eager_between_replays,
-    ReplaySequence.SAME_BUFFERS: _same_buffers,
-    ReplaySequence.POISONED: _poisoned,
-}
-
-
-CHECK = Check("S1", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT))
+CHECK = Check("S1", __doc__, _cases, judge_sequence, MHA)

@@ -41,7 +41,7 @@ WINDOW = 127  # long enough that a kernel splits the keys in the window
 Variants = Callable[[CaseRun, CallInputs], Iterator[Variant]]
 
 
-def _cases(scope: Scope) -> Iterator[Any]:
+def _cases(factor: str, scope: Scope) -> Iterator[Any]:
     ranges, short = scope.ranges, 3 * scope.ranges.longest + 1
     lengths = (short, *ranges.long_requests[: scope.counted(1, 2)])
     if scope.interface not in PAGED_CALLS:
@@ -57,11 +57,8 @@ def _cases(scope: Scope) -> Iterator[Any]:
             fast = case if keys == short else replace(scope.on_fewest_heads(case), window_left=-1)
             fast = replace(fast, window_left=WINDOW if fast.window_left >= 0 else -1)
             q_lens = sorted(case.q_lens[:3], reverse=True)
-            yield replace(fast, kv_lens=(keys, *case.kv_lens[1:3]), q_lens=tuple(q_lens)).with_rows(*q_lens)
-
-
-def _of_several_rows(scope: Scope) -> Iterator[Any]:
-    return (several_rows(case) if isinstance(case, AttentionCase) else case for case in _cases(scope))
+            case = replace(fast, kv_lens=(keys, *case.kv_lens[1:3]), q_lens=tuple(q_lens)).with_rows(*q_lens)
+            yield several_rows(case) if factor == "rows-per-call" else case
 
 
 def _judge(run: CaseRun, variants: Variants) -> None:
@@ -146,40 +143,30 @@ def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 _EVERY: tuple[Interface, ...] = tuple(
     call for call, family in FAMILIES.items() if call in PAGED_CALLS or family.replayed_cases is not None
 )
-_BY_NAME: dict[str, tuple[str, Variants, tuple[Interface, ...]]] = {
-    "batch-size": ("the number of requests in the batch", _batch_sizes, _EVERY),
-    "position": ("the place of a request in the batch", lambda _, inputs: positions(inputs), _EVERY),
-    "neighbours": ("the contents and lengths of the other requests", _neighbours, _EVERY),
-    "bounds": ("max_seq_len or max_kv_len, max_q_len, and the width of the page table", bounds, _EVERY),
-    "page-order": ("which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
-    "page-size": ("the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
-    "rows-per-call": (
-        "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the "
-        "chunks of this prefill",
-        lambda _, inputs: chain(single_rows(inputs), halves(inputs)),
-        _EVERY,
-    ),
-    "cuda-graph": ("an eager call, or a replay of its CUDA graph", _graphs, _EVERY),
-    "workspace": ("the contents of the workspace", _workspaces, _EVERY),
-    "repeated-runs": (
+_DECODES: tuple[Interface, ...] = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
+_ROWS_PER_CALL = (
+    "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the chunks of "
+    "this prefill"
+)
+_FACTORS: tuple[tuple[str, str, Variants, tuple[Interface, ...]], ...] = (
+    ("batch-size", "the number of requests in the batch", _batch_sizes, _EVERY),
+    ("position", "the place of a request in the batch", lambda _, inputs: positions(inputs), _EVERY),
+    ("neighbours", "the contents and lengths of the other requests", _neighbours, _EVERY),
+    ("bounds", "max_seq_len or max_kv_len, max_q_len, and the width of the page table", bounds, _EVERY),
+    ("page-order", "which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
+    ("page-size", "the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
+    ("rows-per-call", _ROWS_PER_CALL, lambda _, inputs: chain(single_rows(inputs), halves(inputs)), _EVERY),
+    ("cuda-graph", "an eager call, or a replay of its CUDA graph", _graphs, _EVERY),
+    ("workspace", "the contents of the workspace", _workspaces, _EVERY),
+    (
+        "repeated-runs",
         "how often the same call was made before, and which other calls were made before",
         _repeats,
         _EVERY,
     ),
-    "tactic": (
-        "the backend, and the other arguments that select one of several kernels",
-        _tactics,
-        (AttentionCall.DECODE, AttentionCall.MLA_DECODE),
-    ),
-}
+    ("tactic", "the backend, and the other arguments that select one of several kernels", _tactics, _DECODES),
+)
 FACTORS = tuple(
-    Check(
-        name,
-        meaning,
-        _of_several_rows if name == "rows-per-call" else _cases,
-        partial(_judge, variants=variants),
-        interfaces,
-        kinds=(),
-    )
-    for name, (meaning, variants, interfaces) in _BY_NAME.items()
+    Check(name, meaning, partial(_cases, name), partial(_judge, variants=variants), interfaces, kinds=())
+    for name, meaning, variants, interfaces in _FACTORS
 )

@@ -17,8 +17,6 @@ from lab.workloads.attention_case import AttentionCase, Contents
 
 # Far above every random logit. With a larger sink an fp16 output underflows, and an e4m3 output with any.
 LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
-
-
 # Float32 logits near -290,000 (base 2) have a spacing of 1/32, so that merged splits have relative errors of 2**(1/32) - 1.
 ROUNDED_LOGITS = 0.03
 

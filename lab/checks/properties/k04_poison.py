@@ -6,7 +6,7 @@ name foreign pages, page -1 and pages far outside the pool. No bit of the result
 """
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.properties.check import Check, itself
 from lab.workloads.attention_case import Dead, TableTail
 from lab.workloads.inputs.contents import fill, fill_dead
 
@@ -58,4 +58,4 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     run.vary(what, inputs, expected)
 
 
-CHECK = Check("K4", __doc__, balanced_cases(6, 32, seed=6), _judge, drawn=itself)
+CHECK = Check("K4", __doc__, lambda scope: scope.balanced(6, 32, seed=6), _judge, drawn=itself)

@@ -7,7 +7,7 @@ sinks and lengths lie between values that would change the result, and every inp
 import torch
 
 from lab.checks.case_run import CaseRun, GivenCall
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.properties.check import Check, itself
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
@@ -38,4 +38,4 @@ def _judge(run: CaseRun) -> None:
     run.expect_unchanged("the inputs", inputs.tensors(), before)
 
 
-CHECK = Check("K5", __doc__, balanced_cases(6, 32, seed=7), _judge, drawn=itself)
+CHECK = Check("K5", __doc__, lambda scope: scope.balanced(6, 32, seed=7), _judge, drawn=itself)

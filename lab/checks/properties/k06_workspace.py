@@ -1,10 +1,8 @@
 """Find a workspace whose counters are not zero after a call, or whose contents change a result.
 
-An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
-again after it. The scratch after the counters may hold anything, and so may the output. A test that zeroes both before each
-call finds no error. A call with another workspace must not write to the workspace of earlier calls. FlashInfer's trtllm-gen
-kernels use the separate argument `multi_ctas_kv_counter_buffer` for their counters, and may write the workspace from its first
-byte on. If a call passes this argument and a workspace with counters, the counters of both must be zero after the call.
+An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters, zero before and after a call
+(those of trtllm-gen are in `multi_ctas_kv_counter_buffer`); the scratch after them may hold anything. A test that zeroes both
+before each call finds no error. A call with another workspace must not write to that of earlier calls.
 """
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.properties.check import Check, itself
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.contents import new_workspace
 
@@ -95,4 +93,4 @@ def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Ten
     run.expect("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", __doc__, balanced_cases(6, 24, seed=8), _judge, drawn=itself)
+CHECK = Check("K6", __doc__, lambda scope: scope.balanced(6, 24, seed=8), _judge, drawn=itself)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, itself
+from lab.checks.properties.check import Check, itself
 from lab.checks.properties.variants import Variant, part
 from lab.references.softmax_attention import rounded
 from lab.workloads.inputs.attention import AttentionInputs
@@ -26,7 +26,11 @@ def _judge(run: CaseRun) -> None:
     alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
     for variant in (*batch_sizes(inputs), *positions(inputs), *alone):
         run.vary(variant.what, variant.inputs, variant.inputs.truth())
-    _others_keep_their_bits(run, inputs)
+    rows, variant = inputs.q_lens[0], another_query(inputs)
+    before, after = run.again(inputs), run.vary(variant.what, variant.inputs)
+    if after is not None:
+        kept, others = (result._replace(out=result.out[rows:]) for result in (before, after))
+        run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
     if inputs.seen is None:  # K/V heads that select pages of their own have no common prefix
         order = sorted(range(len(inputs.kv_lens)), key=lambda request: -inputs.kv_lens[request])
         unequal = _with_shared_prefix(inputs, (1, 2))
@@ -44,7 +48,6 @@ def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Var
 
 
 def positions(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls with the same requests in another order."""
     every = range(len(inputs.q_lens))
     yield part(inputs, "requests in reversed order", every[::-1])
     yield part(inputs, "request 0 after the others", [*every[1:], 0])
@@ -57,14 +60,6 @@ def another_query(inputs: CallInputs) -> Variant:
     query[:rows] = rounded(query[:rows].to(torch.float32) * -2.0, query.dtype)
     others[:rows] = -1
     return Variant("another query of request 0", replace(inputs, query=query), rows=others)
-
-
-def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
-    rows, variant = run.case.q_lens[0], another_query(inputs)
-    before, after = run.again(inputs), run.vary(variant.what, variant.inputs)
-    if after is not None:
-        kept, others = (result._replace(out=result.out[rows:]) for result in (before, after))
-        run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
 
 
 def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
@@ -81,4 +76,4 @@ def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> At
     return replace(inputs, block_tables=block_tables, histories=tuple(histories))
 
 
-CHECK = Check("K7", __doc__, balanced_cases(4, 24, seed=9), _judge, drawn=itself)
+CHECK = Check("K7", __doc__, lambda scope: scope.balanced(4, 24, seed=9), _judge, drawn=itself)

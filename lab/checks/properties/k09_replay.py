@@ -1,10 +1,8 @@
 """Find state that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
-call is captured with padding requests only, while its host bounds, such as max_seq_len, allow more. Then requests are loaded,
-and each input on the device is changed separately. The numbers of requests, rows and keys grow, shrink, and return to the first
-values, with an eager call of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again
-with the same tensors. Finally, eager calls use another set of tensors, with host bounds that grow with the requests.
+call is captured with padding requests only. Then each input on the device is changed separately; requests, rows and keys grow,
+shrink and return to the first values. On a CPU the call is made again with the same tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,8 +41,6 @@ OF_TWO_POOLS: tuple[dict[str, Any], ...] = (
     {"q_len": 4, "offsets": Offsets.EQUAL, "compressed_entries": "none", "sparse_indices": Tables.FAR_TAIL},
     {"compressed_entries": "twice", "compressed_page_size": 32},
 )
-
-
 Make = Callable[..., CallInputs]  # make(lens, seed, moved) returns tensors; `moved` means other pages
 
 
@@ -58,7 +54,9 @@ def _cases(scope: Scope) -> Iterator[Any]:
         return
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
     for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
-        yield _long(scope.on_fewest_heads(case), most_keys, min(scope.ranges.q_lens))
+        # A request of more than `most_keys` keys, and a short one.
+        kv_lens, q_lens = (most_keys + case.page_size // 2 + 1, TILE + 1), (min(scope.ranges.q_lens),) * 2
+        yield replace(scope.on_fewest_heads(case), kv_lens=kv_lens, q_lens=q_lens, window_left=-1)
 
 
 def _of_two_pools(scope: Scope) -> Iterator[Configuration]:
@@ -75,11 +73,6 @@ def _roomy(case: AttentionCase) -> AttentionCase:
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     # As many keys as any request has rows, so that requests may exchange their numbers of rows.
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
-
-
-def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
-    kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
-    return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
 
 def _judge(run: CaseRun) -> None:
@@ -225,7 +218,6 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once, as `form` says, and return a function that makes it."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -238,9 +230,7 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that is made several times with the tensors of `room`, the largest batch, as in a CUDA graph. Each batch is copied
-    into these tensors. `make` captures, prepares or plans the call with the batch `first`.
-    """
+    """A call that is made several times with the tensors of `room`, the largest batch, as in a CUDA graph."""
 
     def __init__(
         self,
@@ -254,7 +244,6 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Replay a batch, judge its output and LSE under the name `what`, and return copies of both."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
@@ -302,11 +291,4 @@ def _overwrite(kept: Tensor, new: Tensor) -> None:
         part.copy_(new)
 
 
-CHECK = Check(
-    "K9",
-    __doc__,
-    _cases,
-    _judge,
-    interfaces=tuple(FAMILIES),
-    drawn=_roomy,
-)
+CHECK = Check("K9", __doc__, _cases, _judge, tuple(FAMILIES), drawn=_roomy)

@@ -16,7 +16,6 @@ from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.variants import Variant
-from lab.ranges import Ranges
 from lab.references.errors import Truth
 from lab.references.softmax_attention import rounded
 from lab.workloads.attention_case import AttentionCase
@@ -43,19 +42,11 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in ranges.kv_layouts)
         if True in ranges.nvfp4:
-            yield _nvfp4_with_all(case, ranges)
-
-
-def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    return replace(
-        case,
-        kv_dtype=NVFP4,
-        arithmetic=None,
-        q_lens=tuple(max(q_len, max(ranges.q_lens)) for q_len in case.q_lens),
-        kv_lens=tuple(max(kv_len, 80) for kv_len in case.kv_lens),
-        window_left=20 if True in ranges.windows else -1,
-        sinks=True in ranges.sinks,
-    )
+            q_lens = tuple(max(q_len, *ranges.q_lens) for q_len in case.q_lens)
+            kv_lens = tuple(max(kv_len, 80) for kv_len in case.kv_lens)
+            window_left = 20 if True in ranges.windows else -1
+            nvfp4 = replace(case, kv_dtype=NVFP4, arithmetic=None, q_lens=q_lens, kv_lens=kv_lens)
+            yield replace(nvfp4, window_left=window_left, sinks=True in ranges.sinks)
 
 
 def _judge(run: CaseRun) -> None:

@@ -66,15 +66,22 @@ def _judge(run: CaseRun) -> None:
     if run.case.is_mla:
         _lse_in_base_e(run, inputs, {"return_lse_base": "basee"})
         _lse_in_base_e(run, inputs, {"backend": "cute-dsl"})  # without return_lse_base this backend alone uses base e
-        _half_out(run, inputs)
+        out = inputs.new_out(torch.float16)  # MLA has no out_dtype
+        result = run.vary("a float16 out", inputs, out=out)
+        if result is not None:
+            of_half = inputs.truth(out_dtype=torch.float16)
+            run.expect_close("a float16 out", result._replace(out=out.flatten(0, 1)), of_half)
     else:
         run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth)
     if interface is AttentionCall.DECODE:
-        _masks(run, _several_rows(run))
+        rows = run.ranges.masked_rows
+        q_len = rows[run.case.seed % len(rows)]
+        # The first request has no keys before its draft.
+        kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
+        _masks(run, replace(run.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens)))
 
 
 def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
-
     def both(**changes: Any) -> Change:
         return changes, changes
 
@@ -124,14 +131,6 @@ def scale_below_0(inputs: AttentionInputs) -> float:
     0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all keys.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
-
-
-def _several_rows(run: CaseRun) -> AttentionCase:
-    rows = run.ranges.masked_rows
-    q_len = rows[run.case.seed % len(rows)]
-    # The first request has no keys before its draft.
-    kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
-    return replace(run.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
@@ -185,13 +184,6 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any
     result = run.vary(what, inputs, return_lse=True, lse=given, **changes)
     if result is not None:
         run.expect_close(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
-
-
-def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    out = inputs.new_out(torch.float16)  # MLA has no out_dtype
-    result = run.vary("a float16 out", inputs, out=out)
-    if result is not None:
-        run.expect_close("a float16 out", result._replace(out=out.flatten(0, 1)), inputs.truth(out_dtype=torch.float16))
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:

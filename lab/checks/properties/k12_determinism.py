@@ -39,23 +39,16 @@ def _judge(run: CaseRun) -> None:
 
 def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
     """Yield the same call `LAUNCHES` times. On a GPU, matrix products run on another stream meanwhile."""
-    stress = _Stress(run.device) if run.device.type == "cuda" else None
+    stream = matrix = None
+    if run.device.type == "cuda":
+        stream, matrix = torch.cuda.Stream(run.device), torch.randn(2048, 2048, device=run.device)
+        stream.wait_stream(torch.cuda.current_stream(run.device))
     for launch in range(LAUNCHES[run.device.type]):
-        if stress is not None:
-            stress.launch(launch % 4)
+        if matrix is not None:
+            with torch.cuda.stream(stream):
+                for _ in range(launch % 4):
+                    torch.mm(matrix, matrix)
         yield Variant(f"launch {launch + 2}", inputs, arguments)
-
-
-class _Stress:
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.matrix = torch.randn(2048, 2048, device=device)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-
-    def launch(self, count: int) -> None:
-        with torch.cuda.stream(self.stream):
-            for _ in range(count):
-                torch.mm(self.matrix, self.matrix)
 
 
 CHECK = Check("K12", __doc__, _cases, _judge, drawn=itself)

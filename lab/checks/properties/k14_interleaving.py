@@ -1,9 +1,8 @@
 """Find state that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
 
 A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
-differ in one argument, or are larger in every size, alternate in one process: A, B, A. Some cases have a B for each value of
-each argument that leaves the sizes as they are, with A's tensors for all other arguments. On a GPU the last A runs on another
-stream, and then calls with different contents and workspaces run on two streams at once.
+differ in one argument, or are larger in every size, alternate in one process: A, B, A. On a GPU calls also run on two streams
+at once.
 """
 
 import zlib

@@ -1,8 +1,7 @@
 """Find metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
 
 If a builder is tested against its own formula, both may be wrong in the same way. Here the metadata must equal the result of
-loops over requests. The builder must not change the tensors of an earlier pass. Attention with the metadata must match the
-requests' histories. The check K18 (combinations) has further batches, without attention.
+loops over requests, and attention with it must match the requests' histories. Check K18 (combinations) has further batches.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,7 @@
 """Find MLA or DeepSeek-V4 metadata that does not match the batch: lengths without padding or draft, narrow tables, stale rows.
 
 A padded draft extend is right only if lengths, table and rows count the same padding; a test of a single formula does not show
-this. Here the metadata must equal the result of loops over requests, and the table must contain -1 after its live pages. The
-tensors of an earlier pass must not change. Attention must match the requests' histories. The check K18 (combinations) judges
-further batches, without attention.
+this. Metadata and attention are judged as in K16, and the table must contain -1 after its live pages.
 """
 
 from collections.abc import Iterable, Iterator

@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,14 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, at_limits, circumstances
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
-from lab.checks.parameters.covering import Model, Point, Shard, Values
+from lab.checks.parameters.covering import Model, Point
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import DtypePair
-from lab.checks.properties.check import Check, Level, Scope
+from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
@@ -42,7 +42,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
-E4M3_QUERIES = DtypePair("e4m3/e4m3")  # a value of the axis "dtypes"
+E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
 
 class UsualRanges(Ranges):
@@ -54,116 +54,105 @@ class UsualRanges(Ranges):
 
 
 def _cases(scope: Scope) -> Iterator[Configuration]:
-    interface, ranges = scope.interface, scope.ranges
-    model = _model(interface, ranges, scope.shard)
+    model, seed = _model(scope), scope.ranges.seed
     if scope.level is Level.QUICK:
-        many = model.covering(ranges.seed, model.values())
-        yield from _cheapest_first(_numbered(interface, ranges, many), ranges, MOST_PRODUCTS)
+        many = model.covering(seed, model.values())
+        yield from _cheapest_first(_numbered(scope, many), scope.ranges, MOST_PRODUCTS)
         return
     points = [*model.alone(of_all=OF_ALL_SHARDS), *at_limits(model)]
     for number, each in enumerate(circumstances(model)):
-        points += each.points(SEEDS * ranges.seed + number, each.goals)
-    yield from _numbered(interface, ranges, points)
+        points += each.points(SEEDS * seed + number, each.goals)
+    yield from _numbered(scope, points)
     if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
         goals = (goal for goal in model.tuples() if goal not in covered)
-        yield from _numbered(interface, ranges, model.covering(ranges.seed, goals))
+        yield from _numbered(scope, model.covering(seed, goals))
 
 
-def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    for seed, point in enumerate(points, SEEDS * ranges.seed):
-        yield Configuration(interface, point, seed)
+def _numbered(scope: Scope, points: Iterable[Point]) -> Iterator[Configuration]:
+    for seed, point in enumerate(points, SEEDS * scope.ranges.seed):
+        yield Configuration(scope.interface, point, seed)
 
 
-def _model(interface: Interface, ranges: Ranges, shard: Shard) -> Model:
-    model = MODELS[interface](ranges)
-    return model if shard == model.shard else replace(model, shard=shard)
+def _model(scope: Scope) -> Model:
+    model = MODELS[scope.interface](scope.ranges)
+    return model if scope.shard == model.shard else replace(model, shard=scope.shard)
 
 
-def _with_declined_values(
-    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
-) -> Iterator[Configuration]:
-    """Yield cases that combine each value that was always declined so far with every value that was judged. If an axis has no
-    judged value, yield cases that contain all pairs and declared triples instead.
+def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield cases that combine each value that was always declined so far with every value that was judged; cases of all pairs
+    and triples if an axis has no judged value.
     """
-    model = _model(interface, ranges, shard)
+    model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:
-        yield from _new_cases(interface, ranges, model.covering(ranges.seed), verdicts)
+        yield from _new_cases(scope, model.covering(seed), verdicts)
         return
     for axis, values in model.axes.items():
         for value in values:
             if ((axis, value),) in declined - judged:
                 wider = replace(taken, axes={**taken.axes, axis: (*taken.axes[axis], value)})
                 pairs = (goal for goal in wider.tuples() if len(goal) == 2 and (axis, value) in goal)
-                yield from _new_cases(interface, ranges, wider.covering(ranges.seed, pairs), verdicts)
+                yield from _new_cases(scope, wider.covering(seed, pairs), verdicts)
 
 
 def _left_in_circumstances(
-    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
+    chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
     """Yield cases for values that were judged, but not in each circumstance (such as long requests), because a case was
     declined for another of its values. At most `chosen` axes differ from their default; None: at most `Circumstance.chosen`.
     """
-    model = _model(interface, ranges, shard)
+    model = _model(scope)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):
         in_it = [verdict for verdict in verdicts if each.has(verdict.case.values)]
         judged = tuples_by_outcome(each.model, in_it)[0]
         goals = [goal for goal in each.goals if goal not in judged]
-        yield from _new_cases(interface, ranges, each.points(ranges.seed, goals, chosen), verdicts)
+        yield from _new_cases(scope, each.points(scope.ranges.seed, goals, chosen), verdicts)
 
 
-def _again(
-    chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
-) -> Iterator[Configuration]:
-    """Yield cases that together contain all pairs and triples of judged values that no judged case contains yet. At most
-    `chosen` axes of a case differ from their default; None for all axes.
+def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield cases that contain all pairs and triples of judged values that no judged case contains yet, with at most `chosen`
+    values that are not defaults (None: any number).
     """
-    if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
-        taken, goals = found
-        yield from _new_cases(interface, ranges, taken.covering(ranges.seed, goals, chosen), verdicts)
+    taken, goals = retried(_model(scope), verdicts)
+    if taken is not None:
+        yield from _new_cases(scope, taken.covering(scope.ranges.seed, goals, chosen), verdicts)
 
 
-def _alone(
-    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], shard: Shard
-) -> Iterator[Configuration]:
+def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
     """Yield a case for each pair and triple of judged values that no judged case contains yet, with all other axes at their
     default. A triple is left out if one of its pairs gets a case.
     """
-    if (found := retried(_model(interface, ranges, shard), verdicts)) is not None:
-        taken, goals = found
+    taken, goals = retried(_model(scope), verdicts)
+    if taken is not None:
         left = set(goals)
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
-        points = (taken.completed(dict(goal)) for goal in least)
-        yield from _new_cases(interface, ranges, (point for point in points if point is not None), verdicts)
+        yield from _new_cases(scope, filter(None, (taken.completed(dict(goal)) for goal in least)), verdicts)
 
 
-def _usual_model(interface: Interface, ranges: Ranges) -> Model:
-    return MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
+def _usual_model(scope: Scope) -> Model:
+    return MODELS[scope.interface](UsualRanges(**vars(scope.ranges)))
 
 
-def _usual_values(
-    interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
-) -> Iterator[Configuration]:
-    """Yield cases that together contain each usual value (`UsualRanges`) that was not judged yet, and no unusual value."""
-    usual = _usual_model(interface, ranges)
-    judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
-    points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
-    yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges, MOST_PRODUCTS)
+def _usual_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    usual = _usual_model(scope)
+    judged, _ = tuples_by_outcome(_model(scope), verdicts)
+    points = usual.covering(scope.ranges.seed, [goal for goal in usual.values() if goal not in judged])
+    yield from _cheapest_first(_new_cases(scope, points, verdicts), scope.ranges, MOST_PRODUCTS)
 
 
-def _left_values(
-    chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict], _shard: Shard
-) -> Iterator[Configuration]:
+def _left_values(chosen: int, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
     """Yield cases that together contain each value that no judged case contains yet and, if the kernel accepts e4m3 queries,
     each usual size with e4m3 queries. At most `chosen` values of a case are not defaults. If the kernel declines a default,
     the first value that it accepts is the default instead.
     """
-    model = MODELS[interface](ranges)
+    model = _model(scope)
     judged, _ = tuples_by_outcome(model, verdicts)
-    with_sizes = _e4m3_queries_with_sizes(_usual_model(interface, ranges)) if interface in PAGED_CALLS else ()
-    of_e4m3 = [goal for goal in with_sizes if goal[:1] in judged]
+    sizes = _usual_model(scope).axes if scope.interface in PAGED_CALLS and (E4M3_QUERIES,) in judged else {}
+    of_e4m3 = (
+        (E4M3_QUERIES, (name, size)) for name in ("head_dims", "head_dim", "page_size") for size in sizes.get(name, ())
+    )
     goals = [goal for goal in (*model.values(), *of_e4m3) if goal not in judged]
     # A kernel may decline a default, such as bf16 queries.
     taken = {value for (value, *more) in judged if not more} - model.vacuous
@@ -171,21 +160,12 @@ def _left_values(
         name: sorted(values, key=[each for each in values if (name, each) not in taken].__contains__)
         for name, values in model.axes.items()
     }
-    points = replace(model, axes=taken_first).covering(ranges.seed, goals, chosen)
-    yield from _cheapest_first(_new_cases(interface, ranges, points, verdicts), ranges)
-
-
-def _e4m3_queries_with_sizes(model: Model) -> Iterator[Values]:
-    for name in ("head_dims", "head_dim", "page_size"):
-        yield from ((("dtypes", E4M3_QUERIES), (name, size)) for size in model.axes.get(name, ()))
+    points = replace(model, axes=taken_first).covering(scope.ranges.seed, goals, chosen)
+    yield from _cheapest_first(_new_cases(scope, points, verdicts), scope.ranges)
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
-    """Sort cases of paged calls by the number of multiplications in Q·K^T, without those above `most`. Cases of other calls
-    come first.
-    """
-
-    def num_products(case: Configuration) -> int:
+    def num_products(case: Configuration) -> int:  # multiplications of Q·K^T
         if case.interface not in PAGED_CALLS:
             return 0
         call = attention_case(case, ranges)
@@ -195,20 +175,19 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
     return [case for count, case in counted if count <= most]
 
 
-def _new_cases(
-    interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
-) -> Iterator[Configuration]:
+def _new_cases(scope: Scope, points: Iterable[Point], verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
-    for case in _numbered(interface, ranges, points):
+    for case in _numbered(scope, points):
         if repr(replace(case, seed=0)) not in before:
             before.add(repr(replace(case, seed=0)))
             yield case
 
 
-def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
-    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
-        seed = f"{interface.name} {ranges.seed}"
-        yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)
+def _draw_on(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
+    taken, _ = retried(_model(scope), verdicts)
+    if taken is not None:
+        seed = f"{scope.interface.name} {scope.ranges.seed}"
+        yield from samples(taken, seed, partial(Configuration, scope.interface), fewest=2)
 
 
 JUDGES: dict[Interface, Callable[[CaseRun], None]] = {
@@ -223,16 +202,9 @@ def _judge(run: CaseRun) -> None:
 
 
 IN_CIRCUMSTANCES = tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1))
-CHECK = Check(
-    "K18",
-    __doc__,
-    _cases,
-    _judge,
-    interfaces=tuple(MODELS),
-    more={
-        Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
-        Level.SMOKE: IN_CIRCUMSTANCES,
-        Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
-    },
-    draw_on=_draw_on,
-)
+MORE: dict[Level, Sequence[Following]] = {
+    Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
+    Level.SMOKE: IN_CIRCUMSTANCES,
+    Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+}
+CHECK = Check("K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, draw_on=_draw_on)

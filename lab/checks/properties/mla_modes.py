@@ -142,11 +142,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_mla_pass(run.case, run.device))
 
 
-CHECK = Check(
-    "M2",
-    __doc__,
-    _cases,
-    _judge,
-    interfaces=LATENT_CALLS,
-    quick=5,
-)
+CHECK = Check("M2", __doc__, _cases, _judge, LATENT_CALLS, quick=5)

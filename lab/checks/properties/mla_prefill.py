@@ -1,8 +1,7 @@
 """Find a ragged context call that loses a key, or an LSE that is wrong for merging: new tokens, cached chunks, and both.
 
 A prefill is right only if three parts fit together: the causal call over its new tokens, the non-causal calls over chunks of
-its prefix, and their LSEs. The causal call is also judged as a serving backend makes it: from requests in a pool, with the
-backend's own metadata. Some requests have no new tokens or no chunk, and large values follow the last request.
+its prefix, and their LSEs. The causal call is also judged as a serving backend makes it. Large values follow the last request.
 """
 
 import math
@@ -108,7 +107,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """An MLA backend as in a serving engine. It makes the prefill calls for the requests of a case."""
+    """An MLA backend as in a serving engine."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case

@@ -1,8 +1,7 @@
 """Find an MLA pass that is right eagerly and wrong in a graph replay: stale lengths or entries, padding that is used.
 
-Each case is one of the replay sequences of the check S1 (graph_stories), with latent entries and the buffers of the MLA
-backend. The query rows of DRAFT_EXTEND are padded in a buffer that all captured sizes share. Columns of the page table after a
-request's pages hold values of an earlier batch. Some cases are of DeepSeek sparse attention, whose rows see selected entries.
+Each case is a replay sequence of the check S1 (graph_stories), with latent entries and the buffers of the MLA backend. Columns
+of the page table after a request's pages hold values of an earlier batch.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Find a wrong output for a recorded call of an engine: the recorded output, or that of an implementation for the same inputs.
 
-The expected result is computed in float64 from the recorded tensors. The recorded page table and lengths define which keys a
-row sees, because a recording has no K/V histories of the requests. So an error in page table or lengths is not found. Requests
-that see a key that is not finite are left out.
+The recorded page table and lengths define which keys a row sees, because a recording has no K/V histories of the requests. So
+an error in page table or lengths is not found. Requests that see a key that is not finite are left out.
 """
 
 from collections.abc import Sequence
@@ -79,5 +78,4 @@ RECORDED_CALLS = Check("R1", __doc__, lambda _: (), _judge, interfaces=tuple(Att
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return the check R1 (recorded calls) with these calls as its cases."""
     return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -36,18 +36,15 @@ def part(
     what: str,
     requests: Sequence[int],
     rows: Sequence[range] | None = None,
-    kv_lens: Sequence[int] | None = None,
 ) -> Variant:
     """Return a variant with a part of the base call: some requests, in any order, or some query rows of the requests.
 
     `requests` may repeat a request; rows beyond the base call's number of rows then have no equal row (-1). `rows` are the
-    range of query rows of each request, None for all, and `kv_lens` its number of keys, None for those up to its last row.
+    range of query rows of each request, None for all. A request keeps the keys up to its last row.
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]
-    lens = tuple(
-        kv_lens or (inputs.kv_lens[r] - inputs.q_lens[r] + each.stop for r, each in zip(requests, kept, strict=True))
-    )
+    lens = tuple(inputs.kv_lens[r] - inputs.q_lens[r] + each.stop for r, each in zip(requests, kept, strict=True))
     found = [starts[request] + row for request, each in zip(requests, kept, strict=True) for row in each]
     index = torch.tensor(found, dtype=torch.int64, device=inputs.query.device)
     query, q_lens = inputs.query[index], tuple(map(len, kept))

@@ -15,7 +15,7 @@ from lab.checks.parameters.attention import discover, is_mostly_declined
 from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
-from lab.checks.properties.check import Check, Following, Level
+from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.report import Report
 from lab.checks.run.audit import audited
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
@@ -222,8 +222,12 @@ class CheckRun:
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
-    def _of_smoke(self, interface: Interface, ranges: Ranges, *_: Any) -> Iterable[Any]:
-        return self._check.cases(interface, ranges, Level.SMOKE)
+    def _of_smoke(self, scope: Scope, _: Sequence[CaseVerdict]) -> Iterable[Any]:
+        return self._check.cases(scope.interface, scope.ranges, Level.SMOKE)
+
+    @property
+    def _scope(self) -> Scope:
+        return Scope(self.interface, self._ranges_of_cases, self._run.report.level, self._shard)
 
     @property
     def _ranges_of_cases(self) -> Ranges:
@@ -254,13 +258,13 @@ class CheckRun:
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
                 return
-            cases = self._planned(following(self.interface, self._ranges_of_cases, self.verdicts, self._shard))
+            cases = self._planned(following(self._scope, self.verdicts))
             yield from self._judge(cases, self.keep)
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
         """Judge further random cases until `end`, a time of `time.monotonic`, or until `MOST_WRONG` cases are wrong."""
-        samples = self._shard.part(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
+        samples = self._shard.part(self._check.draw_on(self._scope, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
             several = list(itertools.islice(samples, CASES_PER_WORKER * self._run.pool.workers))

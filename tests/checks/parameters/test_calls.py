@@ -14,9 +14,18 @@ from lab.checks.parameters.calls import built_call, judge_call
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
-from lab.checks.parameters.paged_calls import attention_case, fewer_than_rows, rows_of_prompts
+from lab.checks.parameters.paged_calls import attention_case, fitted, rows_of_prompts
 from lab.checks.parameters.ragged import ragged_case, ragged_model
-from lab.checks.parameters.values import DtypePair, HeadDims, LongestRequest, Output, Pages, ValueScale, Without
+from lab.checks.parameters.values import (
+    DtypePair,
+    HeadDims,
+    Lengths,
+    LongestRequest,
+    Output,
+    Pages,
+    ValueScale,
+    Without,
+)
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -122,7 +131,7 @@ def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double
 
 @pytest.mark.parametrize("q_lens", [(2, 2, 2), (1, 2, 1), (0, 0, 17), (5, 1, 17)])
 def test_fewer_keys_than_rows_are_some_of_every_request_of_several_rows(q_lens: tuple[int, ...]) -> None:
-    for q_len, kv_len in zip(q_lens, fewer_than_rows(q_lens), strict=True):
+    for q_len, kv_len in zip(q_lens, fitted(q_lens, q_lens, Lengths.FEWER), strict=True):
         assert min(q_len - 1, 1) <= kv_len < q_len or q_len == kv_len == 0
 
 

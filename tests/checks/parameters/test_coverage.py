@@ -72,9 +72,8 @@ def test_a_kernel_that_takes_such_cases_alone_has_been_judged_in_them() -> None:
     found = coverage(AttentionCall.DECODE, MASKED, verdicts)
     assert found.values["sinks"][True] is Reach.JUDGED
     assert found.pairs[Reach.JUDGED] == 6
-    again = retried(MASKED, verdicts)
-    assert again is not None
-    taken, goals = again
+    taken, goals = retried(MASKED, verdicts)
+    assert taken is not None
     assert taken.axes == {"lengths": ("short",), "requests": (3,), "mask": (True,), "sinks": (True,)}
     assert goals == []
 

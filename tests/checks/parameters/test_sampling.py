@@ -12,10 +12,11 @@ import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks import Configuration, Outcome, Report, judge
+from lab.checks import Configuration, Level, Outcome, Report, judge
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.sampling import DrawnPoint, samples, shrunk
+from lab.checks.properties.check import Scope
 from lab.checks.properties.k18_combinations import CHECK as COMBINATIONS
 from lab.reports.judgement import notes
 from tests.checks.parameters.test_retries import NAMES
@@ -61,7 +62,7 @@ def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
 def test_random_points_have_taken_values_alone_and_are_the_same_each_time() -> None:
     points = [MODEL.completed({"lse": value}) or {} for value in ("none", "returned")]
     verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(AttentionCall.DECODE, point)) for point in points]
-    draws = (COMBINATIONS.draw_on(AttentionCall.DECODE, SMALL, verdicts) for _ in range(2))
+    draws = (COMBINATIONS.draw_on(Scope(AttentionCall.DECODE, SMALL, Level.SMOKE), verdicts) for _ in range(2))
     drawn = [[sample.case for sample in itertools.islice(draw, 30)] for draw in draws]
     assert drawn[0] == drawn[1]
     assert {case["lse"] for case in drawn[0]} == {"none", "returned"}
