@@ -6,7 +6,7 @@ as `lab.calls.DecodeCall`. They raise TypeError or ValueError, with the name of 
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -368,11 +368,20 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def check_results_apart(call: Any) -> None:
     """Raise ValueError if `out` or `lse` shares memory with another tensor of the call, gaps between elements included."""
-    if call.out is None and getattr(call, "lse", None) is None:
+    for result, name in overwritten(vars(call)):
+        raise ValueError(
+            f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
+            "pass another tensor"
+        )
+
+
+def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of `out` or `lse` and of each argument that shares memory with it, gaps between elements included."""
+    if all(given.get(name) is None for name in RESULTS):
         return
     spans = [
-        (name, *span_of(tensor))
-        for name, value in vars(call).items()
+        (name, *_span(tensor))
+        for name, value in given.items()
         if name not in allowed.FREE_ARGUMENTS
         for tensor in (value if isinstance(value, (tuple, list)) else (value,))
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
@@ -380,13 +389,10 @@ def check_results_apart(call: Any) -> None:
     for result, start, end in spans:
         for name, other_start, other_end in spans if result in RESULTS else ():
             if name != result and start < other_end and other_start < end:
-                raise ValueError(
-                    f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
-                    "pass another tensor"
-                )
+                yield result, name
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first element, and the address after its last element."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

@@ -1,7 +1,5 @@
-"""Record the attention calls of a serving engine such as SGLang, and read recorded calls.
-
-A recorded call has the engine's arguments, but not the tokens that its requests should see. The judge computes the expected
-output from the call's own page table, so a wrong page table is not detected.
+"""Record the attention calls of a serving engine such as SGLang, and read recorded calls. They have no history of a request:
+the judge computes the expected output from the call's own page table, so a wrong page table is not detected.
 """
 
 from lab.recorded.call import RecordedCall, RecordingError

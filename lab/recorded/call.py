@@ -28,7 +28,6 @@ from lab.workloads.inputs.contents import fill, new_workspace
 RECORDED_CALLS = tuple(call for call in AttentionCall if call is not AttentionCall.DSV4_DECODE)
 CPU = torch.device("cpu")
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this; no load of a kernel needs a larger alignment
-SHOWN_ELEMENTS = 4  # of the worst vector
 # The errors that torch and pickle raise for a damaged file, or for a value that no file holds.
 DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, BadZipFile, zlib.error)
 
@@ -62,17 +61,8 @@ def reading(path: Path) -> Iterator[Path]:
         raise RecordingError(f"{path} is damaged: {type(error).__name__}: {first}") from error
 
 
-def recorded_function(path: Path, name: str) -> AttentionCall:
-    """Return the function of a record. Raises RecordingError if it is not in `RECORDED_CALLS`."""
-    if name not in [each.value for each in RECORDED_CALLS]:
-        raise RecordingError(f"{path} holds a call of {name}, and the lab does not read recordings of this function")
-    return AttentionCall(name)
-
-
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value of an argument from its JSON in FlashInfer's notation. `tensors` has the recorded tensors by key.
-    Raises RecordingError if only the type of the value was recorded.
-    """
+    """Return an argument from its JSON in FlashInfer's notation. Raises RecordingError if only its type was recorded."""
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
             return tensors[key]
@@ -91,9 +81,7 @@ def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) ->
     return value
 
 
-class ListedCall(NamedTuple):
-    """A recorded call before its tensors are read, as `RecordedCase` describes it."""
-
+class Listed(NamedTuple):  # as `RecordedCase` describes it
     path: Path
     function: str  #: "" if the record is damaged
     time: str = ""
@@ -124,6 +112,15 @@ class RecordedCall:
     replay: int = 0
     layer: int | None = None
 
+    @staticmethod
+    def function_of(path: Path, name: str) -> AttentionCall:
+        """Return the function of a record. Raises RecordingError if it is not in `RECORDED_CALLS`."""
+        if name not in [each.value for each in RECORDED_CALLS]:
+            raise RecordingError(
+                f"{path} holds a call of {name}, and the lab does not read recordings of this function"
+            )
+        return AttentionCall(name)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "given", {**self.given, "workspace_buffer": None})
         for name in RESULTS:
@@ -148,19 +145,16 @@ class RecordedCall:
             address = 0 if self.lost else tensor.data_ptr()  # a lost alignment is that of an allocation
             copy = placed(tensor, address, CPU if name in MIRRORS else device)
             if name not in RESULTS:
-                unrepeated(copy).copy_(unrepeated(tensor))
+                distinct(copy).copy_(distinct(tensor))
             elif tensor.is_floating_point():  # an integer output is wrong anyway, so zeros suffice
-                fill(unrepeated(copy), math.nan)
+                fill(distinct(copy), math.nan)
             return copy
 
         return {name: each_tensor(value, partial(copied, name)) for name, value in self.given.items()}
 
     def problem(self) -> Problem:
-        """Check the arguments, and return the attention problem that they define.
-
-        Raises:
-            InvalidArgumentsError: the arguments are invalid, such as a page id outside the pool.
-            RecordingError: the lab does not support one of the arguments, or no request has a query row.
+        """Return the attention problem that the arguments define. Raises InvalidArgumentsError if they are invalid, and
+        RecordingError if the lab does not support one of them, or if no request has a query row.
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.given).problem()
@@ -182,8 +176,8 @@ class RecordedCall:
             raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return the expected results, and an output and LSE of this call, as the judge compares them: one row per query row,
-        the LSE in base 2. Padding rows are omitted, and so are the rows of requests that see a non-finite key.
+        """Return the expected results, and an output and LSE of this call, without padding rows and the rows of requests that
+        see a non-finite key. The LSE is in base 2.
         """
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out
@@ -211,9 +205,7 @@ def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
 
 
 def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
-    """Return a tensor of zeros with the shape, strides and dtype of `layout`, and with the alignment of `address`: its
-    own address and `address` are equal modulo ALIGNMENT_BYTES.
-    """
+    """Return zeros with the shape, strides and dtype of `layout`, at an address equal to `address` modulo ALIGNMENT_BYTES."""
     meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
     size_bytes = meta.untyped_storage().nbytes()  # with gaps between elements
     memory = torch.zeros(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
@@ -221,7 +213,7 @@ def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
     return own.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 
-def unrepeated(tensor: Tensor) -> Tensor:
+def distinct(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that has each stored element once: an expanded dimension (of stride 0) has size 1."""
     return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
@@ -247,10 +239,8 @@ class Fault:
 
 
 def fault_by_calling(function: Callable[..., Any], device: torch.device, call: RecordedCall) -> Fault | None:
-    """Make a recorded call again, of `function` on a device, and return the fault of the new result.
-
-    Raises:
-        torch.AcceleratorError: the call crashes the GPU's context, so that no further call is possible.
+    """Make a recorded call again, of `function` on a device, and return the fault of the new result. Raises
+    torch.AcceleratorError if the call crashes the GPU's context.
     """
     try:
         returned = function(**call.arguments(device) | {"workspace_buffer": new_workspace(device)})
@@ -273,16 +263,20 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Return the fault of an output and LSE, by the judge's bounds. Requests that see a non-finite key are not compared.
-    `arithmetic` is the dtype in which the bound's control computes; None: the query's.
+    """Return the fault of an output and LSE by the judge's bounds, whose control computes in `arithmetic` (None: the query's
+    dtype). Requests that see a non-finite key are not compared.
     """
-    truth, out, lse = call.compared(truth_of_problem(call.problem(), arithmetic), out, lse)
+    try:
+        truth = truth_of_problem(call.problem(), arithmetic)
+    except InvalidArgumentsError as error:
+        return Fault(Reason.ARGUMENTS, str(error))
+    truth, out, lse = call.compared(truth, out, lse)
     if not len(truth.expected):
         return None
     compared = truth.compare(out)
     if bool(compared.wrong.any()):
         ((row, head),) = compared.worst(1)
-        shown = (side[row, head, :SHOWN_ELEMENTS].double().tolist() for side in (truth.expected, out))
+        shown = (side[row, head, :4].double().tolist() for side in (truth.expected, out))
         expected, got = (", ".join(f"{value:.5g}" for value in values) for values in shown)
         place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
         vector = f"{place}: expected in float64 {expected} …, got {got} …"

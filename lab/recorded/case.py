@@ -58,14 +58,11 @@ OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in Attention
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
-    """Return the attention calls of a recording, in the order of time. A call with a damaged record is listed as a decode call,
-    and reading it raises RecordingError.
+    """Return the attention calls of a recording, in the order of time. A call with a damaged record is listed as a decode call.
+    Raises RecordingError if there are none.
 
     Args:
         recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only the third call in it.
-
-    Raises:
-        RecordingError: there is no such folder, or it has no attention call, or no call with this number.
     """
     numbered = _NUMBERED.fullmatch(str(recording))
     folder, number = (Path(numbered[1]), int(numbered[2])) if numbered else (Path(recording), None)
@@ -88,13 +85,10 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
 def traced_requests(
     cases: Sequence[RecordedCase], note: Callable[[str], object] = lambda _: None
 ) -> list[TracedRequest]:
-    """Return the requests of recorded decode calls as a trace. The length of a request is the number of keys that it had before
-    the call. If there is no decode call, the trace has the requests of context calls, whose length is their number of query
-    rows. `note` is called with a sentence about each call that is left out.
-
-    Consecutive calls with the same lengths are assumed to be layers of one forward pass, and are used once. The requests of a
-    pass arrive at the same time, and each generates one token. Requests without keys before the call pad a batch, and are left
-    out. Raises RecordingError if no request is left.
+    """Return the requests of decode calls as a trace, with the numbers of keys before the call; without decode calls, those of
+    context calls, with their numbers of query rows. `note` gets a sentence about each call that is left out. Consecutive calls
+    with the same lengths are assumed to be layers of one forward pass, and are used once. Requests without keys before the call
+    pad a batch, and are left out. Raises RecordingError if no request is left.
     """
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:

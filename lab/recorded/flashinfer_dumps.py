@@ -1,25 +1,23 @@
 """Read the calls that FlashInfer itself records if `FLASHINFER_LOGLEVEL=10` is set (`flashinfer/api_logging.py` of 0.7.2).
 
 A call is a folder. The last line of its file `metadata.jsonl` is the record. The files `inputs` and `outputs` have the tensors,
-in torch's format (`.pt`) or as safetensors. A call that was captured in a CUDA graph has a folder `graph_flushes` with one
-folder of the same form for each replay; the files of the call itself repeat the last replay. A tensor argument has a key such
-as `arg_0` or `kwarg_query`, and a tensor in a tuple has a key such as `kwarg_kv_cache__0`. The other arguments are JSON in the
-record's `input_metadata`.
+by keys such as `arg_0`, `kwarg_query` or `kwarg_kv_cache__0`; the other arguments are JSON in the record's `input_metadata`. A
+call that was captured in a CUDA graph has a folder `graph_flushes` with one folder of the same form for each replay.
 """
 
 import ast
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.calls import CALL_TYPES, AttentionCall
+from lab.calls import CALL_TYPES
 from lab.extras import require
-from lab.recorded.call import ListedCall, RecordedCall, RecordingError, decoded, reading, recorded_function
+from lab.recorded.call import Listed, RecordedCall, RecordingError, decoded, reading
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -33,11 +31,24 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 def read(path: Path) -> RecordedCall:
     """Read the call in a folder, which may be the folder of one replay. Raises RecordingError if the lab cannot read it."""
     record = _last_record(path)
-    function = recorded_function(path, record["function_name"])
+    function = RecordedCall.function_of(path, record["function_name"])
     inputs, outputs = _tensors(path, "inputs"), _tensors(path, "outputs")
     if inputs is None:
         raise RecordingError(f"{path} has no inputs: the call was captured and never replayed, or the recording ended")
-    given, outputs = _arguments(path, record, inputs), outputs or {}
+    try:
+        definition = ast.parse(f"def call{record.get('function_signature')}: ...")
+        names = [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]
+    except (SyntaxError, ValueError, RecursionError):  # some defaults are no Python
+        names = list(inspect.signature(CALL_TYPES[function]).parameters)
+    given, outputs = dict[str, Any](), outputs or {}
+    # `input_metadata` shows how tensors are nested in tuples, so it overrides `inputs`.
+    for key, value in (*inputs.items(), *record["input_metadata"].items()):
+        if (match := _ARGUMENT.fullmatch(key)) is None:
+            continue
+        if match["index"] and int(match["index"]) >= len(names):
+            raise RecordingError(f"{path} has {key}, but the recorded signature has {len(names)} parameters")
+        name = names[int(match["index"])] if match["index"] else match["name"]
+        given[name] = decoded(path, name, value, inputs)
     lse = outputs.get("result_1")
     if outputs and lse is None and path.parent.name == REPLAYS:
         lse = given.get("lse")  # FlashInfer copies arguments after a replay, but before an eager call
@@ -46,27 +57,23 @@ def read(path: Path) -> RecordedCall:
     return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
 
 
-def listed(folder: Path) -> list[ListedCall]:
-    """Return the calls that FlashInfer recorded in a folder, in the order of time, by their folders' names. A call that was
-    captured in a graph is replaced by its replays.
-    """
-    calls = [] if folder.name == REPLAYS else _folders_of_calls(folder)
-    return [_listed(path) for call in calls for path in _folders_of_calls(call / REPLAYS) or (call,)]
+def listed(folder: Path) -> list[Listed]:
+    """Return the calls in a folder, in the order of time. A call that was captured in a graph is replaced by its replays."""
+    found, calls = list[Listed](), [] if folder.name == REPLAYS else _folders_of_calls(folder)
+    for path in chain.from_iterable(_folders_of_calls(call / REPLAYS) or (call,) for call in calls):
+        try:
+            record = _last_record(path)
+        except RecordingError:
+            found.append(Listed(path, ""))
+            continue
+        replay, time = record.get("graph_capture_flush_index"), str(record.get("timestamp", ""))
+        found.append(Listed(path, record["function_name"], time, replay if isinstance(replay, int) else 0))
+    return found
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
     # A folder without a record is a call too, about which `read` raises an error.
     return sorted({path.parent for name in (METADATA, "inputs.*") for path in folder.glob(f"*/{name}")})
-
-
-def _listed(path: Path) -> ListedCall:
-    try:
-        record = _last_record(path)
-    except RecordingError:
-        return ListedCall(path, "")
-    replay = record.get("graph_capture_flush_index")
-    time = str(record.get("timestamp", ""))
-    return ListedCall(path, record["function_name"], time, replay if isinstance(replay, int) else 0)
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
@@ -102,24 +109,3 @@ def _load_safetensors(path: Path) -> Any:
         raise RecordingError(str(error)) from error
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
-
-
-def _arguments(folder: Path, record: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    names, given = _parameters(record), dict[str, Any]()
-    # `input_metadata` shows how tensors are nested in tuples, so it overrides `inputs`.
-    for key, value in (*inputs.items(), *record["input_metadata"].items()):
-        if (match := _ARGUMENT.fullmatch(key)) is None:
-            continue
-        if match["index"] and int(match["index"]) >= len(names):
-            raise RecordingError(f"{folder} has {key}, but the recorded signature has {len(names)} parameters")
-        name = names[int(match["index"])] if match["index"] else match["name"]
-        given[name] = decoded(folder, name, value, inputs)
-    return given
-
-
-def _parameters(record: Mapping[str, Any]) -> list[str]:
-    try:
-        definition = ast.parse(f"def call{record.get('function_signature')}: ...")
-    except (SyntaxError, ValueError, RecursionError):  # some defaults are no Python
-        return list(inspect.signature(CALL_TYPES[AttentionCall(record["function_name"])]).parameters)
-    return [each.arg for each in ast.walk(definition) if isinstance(each, ast.arg)]

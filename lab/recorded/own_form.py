@@ -1,10 +1,8 @@
-"""Write and read recorded calls in the lab's own format: one file per call, with only those pages of K and V that the call
-reads.
+"""Write and read recorded calls in the lab's own format: a ZIP archive per call, with only the pages that the call reads.
 
-A file is a ZIP archive. Its member `call.json` has the arguments, in the notation of FlashInfer's recorder, and the dtype,
-shape, strides and address modulo 256 of each tensor. The member `numbers`, compressed, has the elements of page tables, lengths
-and masks, and the member `contents` those of all other tensors: without gaps, one tensor after another. Pages get new ids in
-the order of the engine's ids, and the file has the engine's ids too.
+The member `call.json` has the arguments, in the notation of FlashInfer's recorder, and the dtype, shape, strides and address
+modulo 256 of each tensor. The member `numbers`, compressed, has the elements of page tables, lengths and masks, `contents`
+those of all other tensors, one after another. Pages get new ids in the order of the engine's ids, which are in the file too.
 """
 
 import json
@@ -21,19 +19,9 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
-from lab.calls.arguments import RESULTS, may_overlap, span_of
+from lab.calls.arguments import RESULTS, may_overlap
 from lab.provenance import version_of
-from lab.recorded.call import (
-    ALIGNMENT_BYTES,
-    ListedCall,
-    RecordedCall,
-    RecordingError,
-    decoded,
-    placed,
-    reading,
-    recorded_function,
-    unrepeated,
-)
+from lab.recorded.call import ALIGNMENT_BYTES, Listed, RecordedCall, RecordingError, decoded, distinct, placed, reading
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 VERSION = 4
@@ -48,11 +36,11 @@ MOST_COPIED_BYTES = 64 * 2**20  # most bytes of a pool that are copied to the ho
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d+))?\.call", re.ASCII)
 
 
-def listed(folder: Path) -> list[ListedCall]:
+def listed(folder: Path) -> list[Listed]:
     """Return the calls in a folder that are in the lab's own format, in the order of time, by their file names."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob(f"*{SUFFIX}")))
     return [
-        ListedCall(path, name[2], name[1], int(name[4] or 0), None if name[3] is None else int(name[3]))
+        Listed(path, name[2], name[1], int(name[4] or 0), None if name[3] is None else int(name[3]))
         for path, name in found
         if name is not None
     ]
@@ -74,7 +62,7 @@ def read(path: Path) -> RecordedCall:
         if pages is not None and not pages.is_contiguous():  # a list of repeated ids could be far larger than the file
             raise ValueError("the ids of pages are not contiguous")
         return RecordedCall(
-            recorded_function(path, record["function"]),
+            RecordedCall.function_of(path, record["function"]),
             {name: decoded(path, name, value, tensors) for name, value in record["arguments"].items()},
             tensors.get("result out"),
             tensors.get("result lse"),
@@ -96,9 +84,7 @@ def gpu() -> str:
 
 
 def write(folder: Path, call: RecordedCall) -> Path:
-    """Write a call to a file in a folder, and return the path. This waits for the GPU. The file gets its name when it is
-    complete, so that no reader finds a part of it.
-    """
+    """Write a call to a file in a folder, which gets its name when it is complete, and return the path. Waits for the GPU."""
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
@@ -112,9 +98,15 @@ def write(folder: Path, call: RecordedCall) -> Path:
     record["arguments"] = {name: _described(name, value, tensors) for name, value in given.items()}
     tensors |= {f"result {name}": result for name in RESULTS if (result := getattr(call, name)) is not None}
     kept_pages = {key: pages for key in tensors if key.startswith(POOL)}
-    record["tensors"] = layouts = {key: _layout(tensor, kept_pages.get(key)) for key, tensor in tensors.items()}
-    keeps_strides = all(layouts[key]["stride"] == tensors[key].stride() for key in kept_pages)
-    record["lost"] = [] if keeps_strides else [OVERLAPPING]
+    record |= {"lost": [], "tensors": {}}
+    for key, tensor in tensors.items():
+        shape, stride, address = list(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT_BYTES
+        if (kept := kept_pages.get(key)) is not None:
+            shape[0] = len(kept)
+            if may_overlap(shape, stride):  # as in a block-sparse call's compact cache, or with an expanded dimension
+                stride, record["lost"] = torch.empty(shape, device="meta").stride(), [OVERLAPPING]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record["tensors"][key] = {"dtype": dtype, "shape": shape, "stride": stride, "address": address}
     unfinished = path.with_suffix(".unfinished")
     try:
         with ZipFile(unfinished, "w") as archive:
@@ -153,65 +145,45 @@ def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     return {"type": str(value) if isinstance(value, RecordingError) else f"of type {type(value).__name__}"}
 
 
-def _layout(tensor: Tensor, pages: Tensor | None) -> dict[str, Any]:
-    shape, stride = list(tensor.shape), tensor.stride()
-    if pages is not None:
-        shape[0] = len(pages)
-        if may_overlap(shape, stride):  # as in a block-sparse call's compact cache, or with an expanded dimension
-            stride = torch.empty(shape, device="meta").stride()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": shape, "stride": stride, "address": tensor.data_ptr() % ALIGNMENT_BYTES}
-
-
 def _member(key: str, dtype: torch.dtype) -> str:
     return "contents" if dtype.is_floating_point or key.startswith(POOL) else "numbers"
 
 
 def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]:
-    # Sizes are compared before memory is allocated.
     members, tensors = {name: archive.open(name) for name in MEMBERS}, dict[str, Tensor]()
-    left_bytes = {name: archive.getinfo(name).file_size for name in MEMBERS}
     for key, layout in layouts.items():
         dtype = getattr(torch, layout["dtype"])
         meta = torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device="meta")
-        member, size = _member(key, dtype), 0 if key in UNKEPT else unrepeated(meta).nbytes
-        if size > left_bytes[member]:
-            raise ValueError(f"{key} needs {size} bytes, and the file has {left_bytes[member]}")
-        left_bytes[member] -= size
+        size = 0 if key in UNKEPT else distinct(meta).nbytes
+        elements = bytearray(members[_member(key, dtype)].read(size))
+        if len(elements) < size:  # before memory of this size is allocated
+            raise ValueError(f"{key} needs {size} bytes, and the file has {len(elements)}")
         tensors[key] = placed(meta, layout["address"])
-        if key not in UNKEPT:
-            once = unrepeated(tensors[key])
-            elements = bytearray(members[member].read(size))
-            once.copy_(torch.frombuffer(elements, dtype=dtype).view(once.shape) if size else once)
+        if size:
+            once = distinct(tensors[key])
+            once.copy_(torch.frombuffer(elements, dtype=dtype).view(once.shape))
     return tensors
 
 
-def apart_from_results(given: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Return the arguments of a call, but replace inputs that share memory with `out` or `lse`, because the call will
-    overwrite these inputs: by copies if `copies` is True, else by a RecordingError that says why they are lost.
-    """
-    spans = {name: span_of(value) for name, value in given.items() if isinstance(value, Tensor)}
-    written, apart = [spans[name] for name in RESULTS if name in spans], dict(given)
-    for name in spans.keys() - {*RESULTS}:
-        start, end = spans[name]
-        if any(start < last and first < end for first, last in written):
-            lost = RecordingError("a tensor that the call overwrote in a CUDA graph")
-            apart[name] = torch.clone(given[name]) if copies else lost
-    return apart
-
-
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sorted ids of the pages that a call reads, int64, and its page table with new page ids, on the CPU.
-
-    The pages of K and of V are kept for both, and so are those of all K/V heads. If rows select entries, the pages of unused
-    columns are kept too. An id outside the pool is not changed. A cell of the table that is not read gets page 0.
+    """Return the sorted ids of the pages that a call reads, int64, and its page table with new page ids, on the CPU. An id
+    outside the pool is not changed. A cell of the table that is not read gets page 0.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
     selects, whole = bool(given.get("sparse_mla_top_k")), given["block_tables"]
     in_page = page_size if selects else 1  # a cell names an entry of a page, or a page
     cells = whole.cpu().long().contiguous()
-    is_read = torch.ones_like(cells, dtype=torch.bool) if selects else _read_cells(given, cells, page_size)
+    is_read = torch.ones_like(cells, dtype=torch.bool)
+    if not selects:
+        is_shared, by_kv_head = given.get("uses_shared_paged_kv_idx", True), given.get("enable_block_sparse_attention")
+        if cells.dim() != (2 if is_shared and not by_kv_head else 3):
+            raise ValueError(f"block_tables of shape {list(cells.shape)} are no page tables")
+        window, q_len = given.get("window_left", -1), max(given.get("q_len_per_req") or 1, given.get("max_q_len") or 0)
+        seq_lens, column = given["seq_lens"].cpu().long()[..., None], torch.arange(cells.shape[-1])
+        first = (seq_lens - q_len - window).clamp(min=0) // page_size if window >= 0 else 0
+        in_request = (column >= first) & (column < -(-seq_lens.clamp(min=0) // page_size))
+        is_read &= in_request if is_shared else in_request[:, None]
     ids = cells // in_page
     in_pool = (ids >= 0) & (ids < pool.shape[0])
     pages = ids[is_read & in_pool].unique()
@@ -221,23 +193,11 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return pages, placed(layout, whole.data_ptr()).copy_(renumbered)
 
 
-def _read_cells(given: Mapping[str, Any], tables: Tensor, page_size: int) -> Tensor:
-    is_shared, by_kv_head = given.get("uses_shared_paged_kv_idx", True), given.get("enable_block_sparse_attention")
-    if tables.dim() != (2 if is_shared and not by_kv_head else 3):
-        raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
-    window, q_len = given.get("window_left", -1), max(given.get("q_len_per_req") or 1, given.get("max_q_len") or 0)
-    seq_lens = given["seq_lens"].cpu().long()[..., None]
-    first = (seq_lens - q_len - window).clamp(min=0) // page_size if window >= 0 else 0
-    column = torch.arange(tables.shape[-1])
-    is_read = (column >= first) & (column < -(-seq_lens.clamp(min=0) // page_size))
-    return is_read if is_shared else is_read[:, None].expand_as(tables)
-
-
 def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
     # Pages are copied a few at a time, because an engine leaves little GPU memory free.
     whole = tensor.detach()
     if pages is None:
-        kept = unrepeated(whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
+        kept = distinct(whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:
         kept = torch.empty(len(pages), *whole.shape[1:], dtype=whole.dtype)
         at_once = max(1, MOST_COPIED_BYTES // max(math.prod(whole.shape[1:]) * whole.element_size(), 1))

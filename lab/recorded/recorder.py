@@ -1,8 +1,5 @@
-"""Record the attention calls of an engine while it runs, in the lab's own format.
-
-FlashInfer's functions are replaced by wrappers. When a call is captured in a CUDA graph, the wrapper keeps references to the
-call's tensors, so that their memory is not reused. After each replay of the graph the call is recorded like an eager call. An
-argument that the engine overwrites later in the same graph is recorded with the contents that it has after the replay.
+"""Record the attention calls of an engine while it runs. A call that is captured in a CUDA graph is recorded after each replay,
+with the contents that its arguments have then.
 """
 
 import atexit
@@ -22,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
@@ -32,26 +29,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lab.calls import AttentionCall
-from lab.calls.arguments import RESULTS
+from lab.calls.arguments import RESULTS, overwritten
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import (
-    DAMAGED,
-    RECORDED_CALLS,
-    Fault,
-    InvalidArgumentsError,
-    Reason,
-    RecordedCall,
-    RecordingError,
-    fault_of,
-)
+from lab.recorded.call import DAMAGED, RECORDED_CALLS, RecordedCall, RecordingError, fault_of
 from lab.wording import counted
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
+TIME = "%Y%m%d_%H%M%S_%f"
 MOST_FRAMES = 12  # number of callers in whose variables the layer is searched
 MOST_LOGGED = 20  # number of different sentences about calls that are not recorded or not judged
-# Methods of a CUDA graph after which the recorder is called.
-FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")
+FOLLOWED = ("capture_begin", "capture_end", "replay", "reset")  # methods of a CUDA graph that the recorder follows
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -90,60 +78,50 @@ class _OfThread(threading.local):
     graph: Any = None  # the CUDA graph that is being captured
 
 
+@dataclass(eq=False)
 class Recorder:
     """A context manager that records this process's calls of FlashInfer's functions, except those that `torch.compile` traces.
     Errors of the recorder are logged, and not raised into the engine.
-
-    Args:
-        out: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
-        triggers: conditions that choose the calls; None records all calls.
-        functions: modules, or names of packages. Their functions with FlashInfer's names are recorded. The packages are
-            imported.
-        most_calls, most_bytes: the recording ends when this number of files, or of bytes, is written.
-        before: write the inputs before each call, so that they are recorded if the process crashes in the call.
-
-    Attributes:
-        kept, kept_bytes: number and size of the written files.
-        judged, wrong: numbers of the calls that `Triggers.shadow` judged and found wrong, counted from 1 in this process.
-        has_ended: True after the end of the context, or when a limit is reached. Then no call is recorded.
     """
 
-    def __init__(
-        self,
-        out: Path | str,
-        *,
-        triggers: Triggers | None = None,
-        functions: Sequence[ModuleType | str] = ("flashinfer",),
-        most_calls: int = 1000,
-        most_bytes: int = 20 * 10**9,
-        before: bool = False,
-    ) -> None:
-        self.out, self.triggers, self.has_ended = Path(out), triggers or Triggers(), False
-        self.kept = self.kept_bytes = 0
-        self.judged, self.wrong = list[int](), list[int]()
+    out: Path | str  #: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
+    _: KW_ONLY
+    triggers: Triggers = Triggers()  #: conditions that choose the calls
+    #: modules, or names of packages, which are imported. Their functions with FlashInfer's names are recorded.
+    functions: Sequence[ModuleType | str] = ("flashinfer",)
+    most_calls: int = 1000  #: the recording ends when this number of files is written
+    most_bytes: int = 20 * 10**9  #: the recording ends when the files have this number of bytes
+    before: bool = (
+        False  #: write the inputs before each call, so that they are recorded if the process crashes in the call
+    )
+    kept: int = field(default=0, init=False)  #: number of the written files
+    kept_bytes: int = field(default=0, init=False)
+    judged: list[int] = field(default_factory=list, init=False)  #: numbers of the calls that `Triggers.shadow` judged
+    wrong: list[int] = field(default_factory=list, init=False)  #: numbers of the judged calls that were wrong
+    has_ended: bool = field(default=False, init=False)  #: True if no further call is recorded
+
+    def __post_init__(self) -> None:
+        self._folder, self._start, self._logged = Path(self.out), time.monotonic(), set[str]()
         self._dice, self._place = random.Random(0), 0  # seeded, so that all ranks of a server choose the same calls
-        self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
-        self._start, self._logged = time.monotonic(), set[str]()
         self._numbers, self._matching = itertools.count(1), itertools.count()
         self._versions = own_form.versions()  # read once, because it reads files
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, list[RecordedCall]] = WeakKeyDictionary()
-        self._packages = [each if isinstance(each, str) else each.__name__ for each in functions]
         self._wrappers = dict[int, Any]()  # by the id of the function
 
     def __enter__(self) -> "Recorder":
         """Replace the recorded functions in all modules that imported them, and the methods of CUDA graphs, by wrappers."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        for package in self._packages:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        packages = [each if isinstance(each, str) else each.__name__ for each in self.functions]
+        for package in packages:
             importlib.import_module(package)
         for name, module in list(sys.modules.items()):
-            if any(f"{name}.".startswith(f"{package}.") for package in self._packages):
+            if any(f"{name}.".startswith(f"{package}.") for package in packages):
                 for function in RECORDED_CALLS:
                     if callable(original := _variables(module).get(function.value)):
                         self._wrappers[id(original)] = self._wrapper(function, original)
         for name in FOLLOWED:
-            method = getattr(torch.cuda.CUDAGraph, name)
-            setattr(torch.cuda.CUDAGraph, name, _followed(method, functools.partial(self._after, name)))
+            setattr(torch.cuda.CUDAGraph, name, self._following(name))
         _replace_everywhere(self._wrappers)
         return self
 
@@ -156,7 +134,7 @@ class Recorder:
 
     def summary(self) -> str:
         """Return a text about the recording. Call this once, at the end, because it changes the counter of the calls."""
-        words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self.out}"]
+        words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self._folder}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
         return "; ".join([*words, *sorted(self._logged)])
 
@@ -174,12 +152,16 @@ class Recorder:
                 return original(*args, **kwargs)
             call = path = None  # if it cannot be recorded
             with self._surviving():
-                given = own_form.apart_from_results(dict(zip(names, args, strict=False)) | kwargs, not is_captured)
+                given = dict(zip(names, args, strict=False)) | kwargs
+                for _, name in overwritten(given):
+                    if isinstance(given[name], torch.Tensor) and name not in RESULTS:
+                        lost = RecordingError("a tensor that the call overwrote in a CUDA graph")
+                        given[name] = lost if is_captured else given[name].clone()
                 layer = layer if self.triggers.layers else _layer_of_caller()
                 call = RecordedCall(function, given, versions=self._versions, module=original.__module__)
-                call = replace(call, time=_now(), number=number, layer=layer)
-                if self._writes_before and not is_captured and self._is_long(call):
-                    path = own_form.write(self.out, call)
+                call = replace(call, time=datetime.now().strftime(TIME), number=number, layer=layer)
+                if self.before and not is_captured and self._is_long(call):
+                    path = own_form.write(self._folder, call)
             self._of_thread.is_busy = True
             try:
                 returned = original(*args, **kwargs)
@@ -191,10 +173,15 @@ class Recorder:
             finally:
                 self._of_thread.is_busy = False
             with self._surviving():
+                if call:
+                    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+                    results = dict(zip(RESULTS, returned if is_pair else (returned, None), strict=True))
+                    results = {name: given.get(name) if each is None else each for name, each in results.items()}
+                    call = replace(call, **results)
                 if call and not is_captured:
-                    self._consider(_returning(call, returned), path)
+                    self._consider(call, path)
                 elif call and self._of_thread.graph in self._graphs:
-                    self._graphs[self._of_thread.graph].append(_returning(call, returned))
+                    self._graphs[self._of_thread.graph].append(call)
             return returned
 
         return recorded
@@ -213,34 +200,48 @@ class Recorder:
             self._place = self._dice.randrange(count)
         return place == self._place
 
-    def _after(self, method: str, graph: Any) -> None:
-        match method:
-            case "capture_begin":
+    def _following(self, name: str) -> Callable[..., Any]:
+        method = getattr(torch.cuda.CUDAGraph, name)
+
+        @functools.wraps(method)
+        def followed(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(graph, *args, **kwargs)
+            if name == "capture_begin":
                 self._of_thread.graph, self._graphs[graph] = graph, []
-            case "capture_end":
+            elif name == "capture_end":
                 self._of_thread.graph = None
-            case "reset":
+            elif name == "reset":
                 self._graphs.pop(graph, None)
-            case "replay":
+            elif name == "replay":
                 calls = self._graphs.get(graph, [])
                 for place, call in enumerate(calls):
-                    calls[place] = replayed = replace(call, replay=call.replay + 1, time=_now())
+                    calls[place] = replace(call, replay=call.replay + 1, time=datetime.now().strftime(TIME))
                     if self._chooses(call.layer):
                         with self._surviving():
-                            self._consider(replayed)
+                            self._consider(calls[place])
+            return result
+
+        return followed
 
     def _consider(self, call: RecordedCall, path: Path | None = None) -> None:
-        """Record a call that has returned, if it meets the conditions that need its tensors; else remove the file `path` with
-        its inputs.
-        """
-        assert call.out is not None, f"{_words(call)} returned no output"
-        if (
-            self._is_long(call)
-            and (not self.triggers.non_finite or not bool(call.out.float().isfinite().all()))
-            and (not self.triggers.shadow or self._is_wrong(call))
-        ):
+        layer = "" if call.layer is None else f" of layer {call.layer}"
+        name = f"call {call.number}{layer}{f', replay {call.replay}' if call.replay else ''}"
+        assert call.out is not None, f"{name} returned no output"
+        is_kept = self._is_long(call) and not (self.triggers.non_finite and bool(call.out.float().isfinite().all()))
+        if is_kept and self.triggers.shadow:
+            self.judged.append(call.number)
+            fault, function = None, call.function.value
+            try:
+                fault = fault_of(call, call.out, call.lse, E4M3 if self.triggers.e4m3_arithmetic else None)
+            except RecordingError as error:
+                self._log_once(f"{function} is not judged: {error}")
+            if fault is not None:
+                self.wrong.append(call.number)
+                _LOG.warning("lab record: %s, %s: %s: %s", name, function, fault.reason.value, fault.sentence)
+            is_kept = fault is not None
+        if is_kept:
             self._keep(call)
-        elif path is not None:
+        elif path is not None:  # the file with the inputs alone
             path.unlink()
 
     def _is_long(self, call: RecordedCall) -> bool:
@@ -248,37 +249,20 @@ class Recorder:
         bound = given.get("max_seq_len", given.get("max_kv_len", longest))  # known without waiting for the GPU
         return not longest or (bound >= longest and max(given["seq_lens"].flatten().tolist(), default=0) >= longest)
 
-    def _is_wrong(self, call: RecordedCall) -> bool:
-        assert call.out is not None
-        self.judged.append(call.number)
-        try:
-            arithmetic = E4M3 if self.triggers.e4m3_arithmetic else None
-            fault = fault_of(call, call.out, call.lse, arithmetic)
-        except InvalidArgumentsError as error:
-            fault = Fault(Reason.ARGUMENTS, str(error))
-        except RecordingError as error:
-            self._log_once(f"{call.function.value} is not judged: {error}")
-            return False
-        if fault is not None:
-            self.wrong.append(call.number)
-            words = f"{_words(call)}, {call.function.value}: {fault.reason.value}"
-            _LOG.warning("lab record: %s: %s", words, fault.sentence)
-        return fault is not None
-
     def _keep(self, call: RecordedCall) -> None:
         with self._lock:
             if self.has_ended:
                 return
-            path = own_form.write(self.out, call)
+            path = own_form.write(self._folder, call)
             self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + path.stat().st_size
-            if self.kept == self._most_calls or self.kept_bytes >= self._most_bytes:
+            if self.kept == self.most_calls or self.kept_bytes >= self.most_bytes:
                 self._end(f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit")
 
     def _end(self, why: str) -> None:
         self.has_ended = True
         self._logged.add(why)
         self._graphs.clear()
-        _LOG.warning("lab record: %s; process %d records no further call in %s", why, os.getpid(), self.out)
+        _LOG.warning("lab record: %s; process %d records no further call in %s", why, os.getpid(), self._folder)
 
     def _log_once(self, sentence: str) -> None:
         if sentence not in self._logged and len(self._logged) < MOST_LOGGED:
@@ -307,31 +291,6 @@ def start_from_environment() -> None:
     recorder = Recorder(**settings | {"triggers": Triggers(**settings["triggers"])})
     recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
-
-
-def _words(call: RecordedCall) -> str:
-    layer = "" if call.layer is None else f" of layer {call.layer}"
-    return f"call {call.number}{layer}{f', replay {call.replay}' if call.replay else ''}"
-
-
-def _returning(call: RecordedCall, returned: Any) -> RecordedCall:
-    out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
-    given_out, given_lse = (call.given.get(name) for name in RESULTS)
-    return replace(call, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
-
-
-def _now() -> str:
-    return datetime.now().strftime("%Y%m%d_%H%M%S_%f")
-
-
-def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(graph, *args, **kwargs)
-        hook(graph)
-        return result
-
-    return call
 
 
 def _layer_of_caller() -> int | None:

@@ -1,6 +1,4 @@
-"""Write a recorded call as a program that needs only FlashInfer and torch and compares the output with float64 arithmetic, and
-as the text of an issue for a bug tracker.
-"""
+"""Write a recorded call as a program that needs only FlashInfer and torch, and as the text of an issue for a bug tracker."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, PagedAttention, Problem
+from lab.calls import CALL_TYPES, PagedAttention
 from lab.calls.arguments import RESULTS
 from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.mla_decode import lse_is_base_e
@@ -29,16 +27,12 @@ def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
     """Write the program `repro.py` and the issue's text `ISSUE.md` into a folder, and tensors that are too long for the program
-    into `repro.pt`. The folder is made if it does not exist.
+    into `repro.pt`. Raises RecordingError if the program cannot express an argument.
 
     Args:
-        call: a call with valid arguments.
         fault: why the result is wrong; None if it is right, or if this is not known.
         versions: the name of the GPU ("GPU") and the versions of the packages with which the result is wrong.
         called: the module or file whose function was called; "" if no call was made and `fault` is about the recorded result.
-
-    Raises:
-        RecordingError: the program cannot express an argument.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)
@@ -54,30 +48,32 @@ def write_repro(
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
     """Return the program, with the arguments of `write_repro`. Long tensors are added to `saved`, by name."""
-    problem, given = call.problem(), call.given
-    logits, scale = "logits", 'float(ARGUMENTS.get("bmm1_scale", 1))'
+    problem = call.problem()
     raises = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)  # the error is the fault
     if fault is not None and fault.error:
         raises = f"type(error).__name__ == {fault.error!r}"
-    for name in ("sinks", "attention_sinks"):
-        if given.get(name) is not None:
-            first = "" if isinstance(given[name], Tensor) else "[0]"
-            logits = f'torch.cat((logits, ARGUMENTS["{name}"]{first}[head : head + 1]))'
-    if given.get("bmm1_scale_log2") is not None:
-        scale = 'float(ARGUMENTS["bmm1_scale_log2"]) * math.log(2)'
+    requests, places = [], places_of_requests(problem, range(problem.batch_size))
+    for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
+        if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
+            ((_, indices),) = selections_of(problem, [request])
+            seen = f"[row[row >= 0] for row in {_tensor(indices, saved)}]"
+        else:
+            seen = _tensor(visible_of_request(problem, request, q_len, len(k)), saved)
+        requests.append(f"    ({_tensor(k, saved)}, {_tensor(v, saved)}, {seen}),")
+    truth = truth_of_problem(problem)
+    truth = truth.of_rows(truth.expected.isfinite().flatten(1).all(dim=1))
+    bounds = truth.compare(truth.control).bound[:, 0]  # a request's largest one is in the program, rounded up
+    of_requests = (bounds[truth.request_of_row == request].tolist() for request in range(problem.batch_size))
     arguments = [f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call)]
     values = {
         "title": in_markdown(_title(call, fault, called)).replace("\\", "\\\\").replace('"', '\\"'),
         "module": CALL_TYPES[call.function].module,
         "function": call.function.value,
         "arguments": "\n".join(arguments),
-        "bounds": _bounds(problem),
-        "requests": "\n".join(_requests(problem, saved)),
+        "bounds": [float(f"{1.005 * max(each, default=0):.3g}") for each in of_requests],
+        "requests": "\n".join(requests),
         "sides": ",\n        ".join(_side(call, side) for side in sides_of(problem)),
-        "scale": scale,
-        "logits": logits,
-        "group": problem.group,
-        "base": " / math.log(2)" if lse_is_base_e(given) else "",
+        "base": " / math.log(2)" if lse_is_base_e(call.given) else "",
         "raises": raises,
         "lse_bound": LSE_LOG2_BOUND,
         "lse_relative_bound": LSE_LOG2_RELATIVE_BOUND,
@@ -126,26 +122,6 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
         yield f"Result of {'this' if called else 'the recorded'} call: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
     if fault is not None and fault.vector:
         yield f"First elements of the worst vector{'' if called else ', as recorded'}: {fault.vector}\n"
-
-
-def _bounds(problem: Problem) -> list[float]:
-    """Return for each request the largest error that the judge allows for one of its output vectors, rounded up."""
-    truth = truth_of_problem(problem)
-    truth = truth.of_rows(truth.expected.isfinite().flatten(1).all(dim=1))
-    bounds = truth.compare(truth.control).bound[:, 0]
-    of_requests = (bounds[truth.request_of_row == request].tolist() for request in range(problem.batch_size))
-    return [float(f"{1.005 * max(each, default=0):.3g}") for each in of_requests]
-
-
-def _requests(problem: Problem, saved: dict[str, Tensor]) -> Iterator[str]:
-    places = places_of_requests(problem, range(problem.batch_size))
-    for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
-        if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
-            ((_, indices),) = selections_of(problem, [request])
-            seen = f"[row[row >= 0] for row in {_tensor(indices, saved)}]"
-        else:
-            seen = _tensor(visible_of_request(problem, request, q_len, len(k)), saved)
-        yield f"    ({_tensor(k, saved)}, {_tensor(v, saved)}, {seen}),"
 
 
 def _side(call: RecordedCall, side: Tensor) -> str:

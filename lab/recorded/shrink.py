@@ -1,7 +1,5 @@
-"""Shrink a recorded call whose result is wrong: search for a smaller call that is wrong for the same reason.
-
-A reduction is a function that yields smaller or simpler variants of a call, which may be invalid. Their changed tensors are
-contiguous. Contents that were replaced by random values are drawn again in the variant's shapes.
+"""Shrink a recorded call whose result is wrong, by reductions: functions that yield smaller or simpler variants of a call. They
+may be invalid. Their changed tensors are contiguous. Contents that were replaced by random values are drawn again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +8,7 @@ from dataclasses import MISSING, replace
 from functools import partial
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from lab.recorded.call import Fault, Reason, RecordedCall, RecordingError, each_
 from lab.shrinking import halvings, smallest
 from lab.workloads.inputs.masks import packed_mask
 
-Element = TypeVar("Element")
 Reduction = Callable[[RecordedCall], Iterator[RecordedCall]]
 
 CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
@@ -38,16 +35,13 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
-    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault.
+    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault. Raises
+    RecordingError if the call cannot be shrunk.
 
     Args:
         find: `recorded_fault`, with which a call that did not return is not shrunk, or a partial `fault_by_calling`.
         synthetic: replace all contents by random values at the end, even if the result is then right. The fault is None then,
             and also if `find` is `recorded_fault`.
-
-    Raises:
-        RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it
-            raises an error and the recorded call did not.
     """
     call.refuse_block_sparse("shrunk")
     try:
@@ -112,12 +106,10 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
             return tensor[rows]
         return tensor.flatten(0, 1)[rows].unflatten(0, (len(parts), -1))  # MLA's [batch_size, q_len, ...]
 
-    def of_draft(mask: Tensor) -> Tensor:
-        chosen = slice(parts[0].rows.start, parts[0].rows.stop)
-        return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
-
+    of_draft = slice(parts[0].rows.start, parts[0].rows.stop)
     changes: dict[str, Any] = dict.fromkeys(("query", "out", "lse", "sparse_mla_top_k_lens"), by_row)
-    changes |= {"mask": of_draft} | dict.fromkeys(("causal_seqlens_kv_global", "block_tables"), itemgetter(requests))
+    changes |= dict.fromkeys(("causal_seqlens_kv_global", "block_tables"), itemgetter(requests))
+    changes["mask"] = lambda mask: packed_mask(shown_draft_tokens(mask[requests].int())[:, of_draft, of_draft])
     if isinstance(problem, PagedAttention) and problem.selected is not None:
         changes["block_tables"] = by_row
     if isinstance(problem, RaggedAttention):
@@ -183,9 +175,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants of a call without the pages that hold no key. In the first one pages are numbered in the order of the page
-    table, in the second one in their old order.
-    """
+    """Yield variants of a call without dead pages: numbered in the order of the page table, then in their old order."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
@@ -203,9 +193,7 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
-    """Yield a variant of a call with zeros in the slots of the cache that hold no key of a request. `keeps_non_finite` keeps
-    the elements of these slots that are not finite.
-    """
+    # Their elements become zeros; `keeps_non_finite` keeps those that are not finite.
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
@@ -281,9 +269,7 @@ def seed_of(name: str, side: int) -> int:
 
 
 def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
-    """Return a call with changed arguments. `changes` has, by name, a new value, or a function of the argument's tensors (for
-    "out" and "lse" of the recorded results too).
-    """
+    # A change is a new value, or a function of the argument's tensors (for "out" and "lse" of the recorded results too).
 
     def changed(name: str, value: Any) -> Any:
         change = changes.get(name)
@@ -295,7 +281,7 @@ def _changed(call: RecordedCall, changes: Mapping[str, Any]) -> RecordedCall:
     return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
 
 
-def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
+def _without_chunks(items: Sequence[Any]) -> Iterator[list[Any]]:
     for size in halvings(len(items) // 2):
         yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
 

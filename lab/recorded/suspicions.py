@@ -1,6 +1,4 @@
-"""Find suspicious inputs of a recorded call, such as two requests with the same last page, and the inputs that caused
-non-finite outputs. A suspicion is a remark, and does not change the verdict.
-"""
+"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs. They do not change the verdict."""
 
 import itertools
 from collections.abc import Sequence
@@ -101,9 +99,7 @@ class RecordedInputs:
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return a mask, bool [q_len, kv_len]: True where a query row of the request sees a key. If rows select entries (sparse
-    MLA), the keys are the request's entries that `selections_of` returns.
-    """
+    """Return which of the request's keys (if rows select entries, its distinct entries) each row sees, bool [q_len, kv_len]."""
     keys, shown = torch.arange(kv_len, device=problem.query.device), None
     if isinstance(problem, PagedAttention):
         if problem.selected is not None:

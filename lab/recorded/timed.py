@@ -1,7 +1,5 @@
-"""Time a recorded call: with its page tables, lengths and strides, but with new random contents for each sample.
-
-Queries, K and V are drawn with the standard deviations of the recorded contents. All page ids are shifted by the same number,
-so that neighbouring pages stay neighbours and shared pages stay shared.
+"""Time a recorded call: with its page tables, lengths and strides, but with contents that are drawn for each sample, with the
+standard deviations of the recorded ones. All page ids are shifted alike, so that neighbouring pages stay neighbours.
 """
 
 import copy
@@ -58,15 +56,14 @@ def sizes_of(problem: Problem) -> SimpleNamespace:
 
 @dataclass(frozen=True, eq=False)
 class RecordedPass:
-    """A recorded call on a device. It has the methods of a forward pass (`lab.workloads.inputs.forward_pass.EnginePass`), so
-    that it can be timed like one.
-    """
+    """A recorded call on a device, with what the timing of a forward pass (`EnginePass`) needs."""
 
     case: SimpleNamespace  #: from `sizes_of`
     given: Mapping[str, Any]  #: the arguments, with `out`. Kernels get copies of these tensors.
     deviations: Sequence[float]  #: the standard deviations of the recorded query, K and V
     query: Tensor  #: as in the problem
     pool_bytes: int
+    functions: list[str]
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
@@ -81,11 +78,8 @@ class RecordedPass:
         wide = [each.to(torch.float32) for each in (problem.query, *histories_of(problem, [longest])[0])]
         deviations = [float(each[each.isfinite()].std(correction=0).nan_to_num()) or 1.0 for each in wide]
         query = CALL_TYPES[call.function](**given).problem().query
-        return cls(sizes, given, deviations, query, sum(side.nbytes for side in _sides(problem)))
-
-    @property
-    def functions(self) -> list[str]:
-        return [self.case.mode.value]
+        pool_bytes = sum(side.nbytes for side in _sides(problem))
+        return cls(sizes, given, deviations, query, pool_bytes, [call.function.value])
 
     def posed(self, arguments: Mapping[str, Any]) -> Problem:
         problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
@@ -140,7 +134,11 @@ class CallRedraw(SeededRedraw):
             side[at // size, at % size] = drawn
         # Selected entries depend on the lengths, which are kept then.
         if self.forward.case.page_size and not self.forward.given.get("sparse_mla_top_k"):
-            lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
+            dice, case = random.Random(f"lengths {seeds.call}"), self.forward.case
+            shortens = not self.keeps_metadata and seeds.call % SHORTER_EVERY == 0
+            spare = (max(keys - max(rows, 1), 0) for keys, rows in zip(case.kv_lens, case.q_lens, strict=True))
+            shorter = [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
+            lengths = kv_lens - torch.tensor(shorter, device=query.device)
             arguments["seq_lens"].copy_(lengths)
             if "cum_seq_lens_kv" in arguments:
                 unit = keys_per_offset(self.forward.posed(self.forward.given))
@@ -153,12 +151,6 @@ class CallRedraw(SeededRedraw):
         self.write_call(arguments, seeds)
         arithmetic = E4M3 if self.forward.case.kv_dtype == E4M3 else None  # as XQA computes
         return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
-
-    def _shorter(self, seed: int) -> list[int]:
-        case = self.forward.case
-        dice, shortens = random.Random(f"lengths {seed}"), not self.keeps_metadata and seed % SHORTER_EVERY == 0
-        spare = (max(kv_len - max(q_len, 1), 0) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
-        return [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
 
     def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
         # `number` is 0 for the query, 1 for K and 2 for V.

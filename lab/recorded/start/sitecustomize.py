@@ -37,7 +37,16 @@ class _FirstImport(MetaPathFinder):
                     self.running -= 1
                 if not self.running and self in sys.meta_path and not sys.modules.keys().isdisjoint(PACKAGES):
                     sys.meta_path.remove(self)
-                    _start()
+                    sys.path.append(
+                        os.path.abspath(f"{HERE}/../../..")
+                    )  # last, so that it hides no module of the server
+                    try:
+                        from lab.recorded.recorder import start_from_environment
+
+                        start_from_environment()
+                    except Exception as error:  # of any kind: the server must run as it does without the recorder
+                        print(f"lab record: no call of process {os.getpid()} is recorded: {error}", file=sys.stderr)
+                    sys.path.pop()
 
             spec.loader.exec_module = execute_and_start  # type: ignore[method-assign]
         return spec
@@ -45,17 +54,6 @@ class _FirstImport(MetaPathFinder):
     def say_at_end(self) -> None:
         if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
             print(f"lab record: process {os.getpid()} never imported {', '.join(PACKAGES)}", file=sys.stderr)
-
-
-def _start() -> None:
-    sys.path.append(os.path.abspath(f"{HERE}/../../.."))  # last, so that it hides no module of the server
-    try:
-        from lab.recorded.recorder import start_from_environment
-
-        start_from_environment()
-    except Exception as error:  # of any kind: the server must run as it does without the recorder
-        print(f"lab record: no call of process {os.getpid()} is recorded: {error}", file=sys.stderr)
-    sys.path.pop()
 
 
 if __name__ == "sitecustomize" and "LAB_RECORD" in os.environ:
