@@ -1,6 +1,4 @@
-"""Record the attention calls of a serving engine such as SGLang, and read recorded calls. They have no history of a request:
-the judge computes the expected output from the call's own page table, so a wrong page table is not detected.
-"""
+"""Record the attention calls of an engine such as SGLang. They are judged from their own page tables, without histories."""
 
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase, recorded_cases

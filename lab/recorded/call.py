@@ -94,9 +94,9 @@ class RecordedCall:
     """The arguments of one call of an engine, and the output and LSE of its kernel. What was not recorded has its default."""
 
     function: AttentionCall
-    #: the arguments by name, without the workspace, on the CPU if they were read from a file; of `out` and `lse` only dtype,
-    #: shape and strides count
-    given: Mapping[str, Any]
+    given: Mapping[
+        str, Any
+    ]  #: the arguments by name, without workspace; `out` and `lse` only as dtype, shape and strides
     out: Tensor | None = None  #: the output after the call; None if the call did not return
     lse: Tensor | None = None  #: the LSE after the call; None if the call did not return, or computes none
     versions: Mapping[str, str] = field(default_factory=dict)  #: of each package in the engine's process
@@ -116,9 +116,8 @@ class RecordedCall:
     def function_of(path: Path, name: str) -> AttentionCall:
         """Return the function of a record. Raises RecordingError if it is not in `RECORDED_CALLS`."""
         if name not in [each.value for each in RECORDED_CALLS]:
-            raise RecordingError(
-                f"{path} holds a call of {name}, and the lab does not read recordings of this function"
-            )
+            which = f"a call of {name}, and the lab does not read recordings of this function"
+            raise RecordingError(f"{path} holds {which}")
         return AttentionCall(name)
 
     def __post_init__(self) -> None:
@@ -229,9 +228,7 @@ class Reason(NamedEnum):
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why the result of a call is wrong."""
-
+class Fault:  # of the result of a call
     reason: Reason
     sentence: str
     error: str = ""  #: the name of the type of the exception that was raised
@@ -239,9 +236,7 @@ class Fault:
 
 
 def fault_by_calling(function: Callable[..., Any], device: torch.device, call: RecordedCall) -> Fault | None:
-    """Make a recorded call again, of `function` on a device, and return the fault of the new result. Raises
-    torch.AcceleratorError if the call crashes the GPU's context.
-    """
+    # A call that crashes the GPU's context raises torch.AcceleratorError.
     try:
         returned = function(**call.arguments(device) | {"workspace_buffer": new_workspace(device)})
         results = [each.cpu() for each in (returned if isinstance(returned, tuple) else (returned,))]

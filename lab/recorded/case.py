@@ -13,8 +13,7 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.workloads.traces import TracedRequest
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
-# Time between two passes: so long that `lab.workloads.traces.snapshot` does not mix requests of two passes.
-PASS_MS = 1000.0
+PASS_MS = 1000.0  # from one pass to the next: so long that `lab.workloads.traces.snapshot` does not mix their requests
 _NUMBERED = re.compile(r"(.+)#([0-9]{1,9})")
 
 
@@ -31,7 +30,6 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return the text by which commands name this call."""
         path = Path(self.path)
         is_dumped_replay = path.parent.name == flashinfer_dumps.REPLAYS
         return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
@@ -58,19 +56,15 @@ OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in Attention
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
-    """Return the attention calls of a recording, in the order of time. A call with a damaged record is listed as a decode call.
-    Raises RecordingError if there are none.
-
-    Args:
-        recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only the third call in it.
+    """Return the attention calls in a folder that `lab record` or FlashInfer wrote, in order of time; of "FOLDER#3" only the
+    third. A call with a damaged record is listed as a decode call. Raises RecordingError if there is no call.
     """
     numbered = _NUMBERED.fullmatch(str(recording))
     folder, number = (Path(numbered[1]), int(numbered[2])) if numbered else (Path(recording), None)
     if not folder.is_dir():
         raise RecordingError(f"{folder} is no folder of recorded calls; one call is named as in calls#3")
     judged = {"", *(each.value for each in AttentionCall)}
-    listed = [*flashinfer_dumps.listed(folder), *own_form.listed(folder)]
-    calls = [each for each in listed if each.function in judged]
+    calls = [each for each in (*flashinfer_dumps.listed(folder), *own_form.listed(folder)) if each.function in judged]
     cases = [
         RecordedCase(AttentionCall(function or AttentionCall.DECODE), str(path), place, time, replay, layer)
         for place, (path, function, time, replay, layer) in enumerate(calls, start=1)
@@ -82,9 +76,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     return chosen
 
 
-def traced_requests(
-    cases: Sequence[RecordedCase], note: Callable[[str], object] = lambda _: None
-) -> list[TracedRequest]:
+def traced_requests(cases: Sequence[RecordedCase], note: Callable[[str], object] = str) -> list[TracedRequest]:
     """Return the requests of decode calls as a trace, with the numbers of keys before the call; without decode calls, those of
     context calls, with their numbers of query rows. `note` gets a sentence about each call that is left out. Consecutive calls
     with the same lengths are assumed to be layers of one forward pass, and are used once. Requests without keys before the call

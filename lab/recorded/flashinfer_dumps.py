@@ -1,8 +1,8 @@
 """Read the calls that FlashInfer itself records if `FLASHINFER_LOGLEVEL=10` is set (`flashinfer/api_logging.py` of 0.7.2).
 
-A call is a folder. The last line of its file `metadata.jsonl` is the record. The files `inputs` and `outputs` have the tensors,
-by keys such as `arg_0`, `kwarg_query` or `kwarg_kv_cache__0`; the other arguments are JSON in the record's `input_metadata`. A
-call that was captured in a CUDA graph has a folder `graph_flushes` with one folder of the same form for each replay.
+A call is a folder. The last line of its `metadata.jsonl` is the record, with the plain arguments in `input_metadata`. The files
+`inputs` and `outputs` have the tensors, by keys such as `arg_0` or `kwarg_kv_cache__0`. A captured call has a folder
+`graph_flushes` with one folder of the same form for each replay.
 """
 
 import ast
@@ -92,20 +92,18 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor] | None:
     if path is None:
         return None
     with reading(path) as regular:
-        is_torch = path.suffix == ".pt"
-        tensors = torch.load(regular, "cpu", weights_only=True) if is_torch else _load_safetensors(regular)
+        if path.suffix == ".pt":
+            tensors = torch.load(regular, "cpu", weights_only=True)
+        else:
+            try:
+                require(f"reading {path}", "safetensors")
+                import safetensors.torch
+
+                tensors = safetensors.torch.load_file(regular)
+            except ModuleNotFoundError as error:
+                raise RecordingError(str(error)) from error
+            except safetensors.SafetensorError as error:
+                raise ValueError(str(error)) from error
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise RecordingError(f"{path} does not hold tensors by name")
     return tensors
-
-
-def _load_safetensors(path: Path) -> Any:
-    try:
-        require(f"reading {path}", "safetensors")
-        import safetensors.torch
-
-        return safetensors.torch.load_file(path)
-    except ModuleNotFoundError as error:
-        raise RecordingError(str(error)) from error
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error)) from error

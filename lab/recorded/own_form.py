@@ -6,7 +6,6 @@ those of all other tensors, one after another. Pages get new ids in the order of
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -87,18 +86,17 @@ def write(folder: Path, call: RecordedCall) -> Path:
     """Write a call to a file in a folder, which gets its name when it is complete, and return the path. Waits for the GPU."""
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
-    start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
-    path = folder / f"{start}{layer}_call{call.number:06d}{replay}{SUFFIX}"
+    function = call.function.value
+    path = folder / f"{call.time}_pid{os.getpid()}_{function}{layer}_call{call.number:06d}{replay}{SUFFIX}"
     given, pages, tensors = dict(call.given), None, dict[str, Tensor]()
     if "block_tables" in given:
         pages, given["block_tables"] = _renumbered(given)
         tensors["pages"] = pages.int()
-    record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "gpu": gpu()}
+    record: dict[str, Any] = {"version": VERSION, "function": function, "gpu": gpu(), "lost": [], "tensors": {}}
     record |= {"raised": call.raised, "module": call.module, "versions": dict(call.versions)}
     record["arguments"] = {name: _described(name, value, tensors) for name, value in given.items()}
     tensors |= {f"result {name}": result for name in RESULTS if (result := getattr(call, name)) is not None}
     kept_pages = {key: pages for key in tensors if key.startswith(POOL)}
-    record |= {"lost": [], "tensors": {}}
     for key, tensor in tensors.items():
         shape, stride, address = list(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT_BYTES
         if (kept := kept_pages.get(key)) is not None:
@@ -197,10 +195,9 @@ def _elements(tensor: Tensor, pages: Tensor | None) -> Tensor:
     # Pages are copied a few at a time, because an engine leaves little GPU memory free.
     whole = tensor.detach()
     if pages is None:
-        kept = distinct(whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
-    else:
-        kept = torch.empty(len(pages), *whole.shape[1:], dtype=whole.dtype)
-        at_once = max(1, MOST_COPIED_BYTES // max(math.prod(whole.shape[1:]) * whole.element_size(), 1))
-        for part, some in zip(kept.split(at_once), pages.split(at_once), strict=True):
-            part.copy_(whole[some.to(whole.device)])
+        return distinct(whole).to("cpu", copy=True, memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    kept = torch.empty(len(pages), *whole.shape[1:], dtype=whole.dtype)
+    at_once = max(1, MOST_COPIED_BYTES // max(whole[:1].nbytes, 1))
+    for part, some in zip(kept.split(at_once), pages.split(at_once), strict=True):
+        part.copy_(whole[some.to(whole.device)])
     return kept.flatten().view(torch.uint8)

@@ -1,6 +1,4 @@
-"""Record the attention calls of an engine while it runs. A call that is captured in a CUDA graph is recorded after each replay,
-with the contents that its arguments have then.
-"""
+"""Record an engine's attention calls. A call in a CUDA graph is recorded after each replay, as its tensors are then."""
 
 import atexit
 import functools
@@ -49,9 +47,7 @@ class Triggers:
     is recorded if it meets `every` (or `shadow`), `layers`, `from_s` and `until_s`.
     """
 
-    #: record one call at random among each `every` calls, or replays, that meet `layers`, `from_s` and `until_s`. (Each n-th
-    #: call might always be of the same layer.)
-    every: int = 1
+    every: int = 1  #: record one random call, or replay, of each `every` that meet `layers`, `from_s` and `until_s`
     #: record calls of these layers; () stands for all. The layer is the attribute `layer_id` or `layer_idx`, or the number in
     #: `layer_name`, of a caller's local variable `layer`, `module` or `self`.
     layers: tuple[int, ...] = ()
@@ -110,7 +106,6 @@ class Recorder:
         self._wrappers = dict[int, Any]()  # by the id of the function
 
     def __enter__(self) -> "Recorder":
-        """Replace the recorded functions in all modules that imported them, and the methods of CUDA graphs, by wrappers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         packages = [each if isinstance(each, str) else each.__name__ for each in self.functions]
         for package in packages:
@@ -196,7 +191,7 @@ class Recorder:
             return False
         count = triggers.shadow or triggers.every
         place = next(self._matching) % count
-        if place == 0:  # draw one of the next `count` calls
+        if place == 0:  # draw one of the next `count` calls: each n-th call might always be of the same layer
             self._place = self._dice.randrange(count)
         return place == self._place
 
@@ -288,8 +283,7 @@ def start_from_environment() -> None:
         except Exception as error:  # of any kind: it must not reach the server, nor end the recording of other packages
             print(f"lab record: no call of {package} is recorded: {type(error).__name__}: {error}", file=sys.stderr)
             settings["functions"].remove(package)
-    recorder = Recorder(**settings | {"triggers": Triggers(**settings["triggers"])})
-    recorder.__enter__()
+    recorder = Recorder(**settings | {"triggers": Triggers(**settings["triggers"])}).__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
 
 
@@ -304,7 +298,6 @@ def _layer_of_caller() -> int | None:
 
 
 def _replace_everywhere(new: Mapping[int, Callable[..., Any]]) -> None:
-    """In all imported modules, replace each attribute whose value has its id() in `new`, by `new[id(value)]`."""
     for module in list(sys.modules.values()):
         for name, value in list(_variables(module).items()):
             if id(value) in new:

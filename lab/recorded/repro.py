@@ -26,13 +26,10 @@ MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
-    """Write the program `repro.py` and the issue's text `ISSUE.md` into a folder, and tensors that are too long for the program
-    into `repro.pt`. Raises RecordingError if the program cannot express an argument.
-
-    Args:
-        fault: why the result is wrong; None if it is right, or if this is not known.
-        versions: the name of the GPU ("GPU") and the versions of the packages with which the result is wrong.
-        called: the module or file whose function was called; "" if no call was made and `fault` is about the recorded result.
+    """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. Raises RecordingError
+    if the program cannot express an argument. `fault` is None if the result is right, or if this is not known. `versions` has
+    the name of the GPU ("GPU") and versions of packages. `called` is the module or file whose function was called; "" if no
+    call was made and `fault` is about the recorded result.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)
@@ -49,9 +46,8 @@ def write_repro(
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
     """Return the program, with the arguments of `write_repro`. Long tensors are added to `saved`, by name."""
     problem = call.problem()
-    raises = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)  # the error is the fault
-    if fault is not None and fault.error:
-        raises = f"type(error).__name__ == {fault.error!r}"
+    is_fault = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)
+    raises = f"type(error).__name__ == {fault.error!r}" if fault is not None and fault.error else is_fault
     requests, places = [], places_of_requests(problem, range(problem.batch_size))
     for request, (q_len, (k, v)) in enumerate(zip(problem.q_lens(), places, strict=True)):
         if isinstance(problem, PagedAttention) and problem.selected is not None:  # an entry may stand in two columns
@@ -102,11 +98,9 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
 
 def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
     yield f"# {in_markdown(_title(call, fault, called))}\n"
-    yield from (
-        f"* {name}: {in_markdown(version.split()[0] if name != 'GPU' else version)}"
-        for name, version in versions.items()
-        if version
-    )
+    for name, version in versions.items():
+        if version:
+            yield f"* {name}: {in_markdown(version.split()[0] if name != 'GPU' else version)}"
     yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"

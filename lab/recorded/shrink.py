@@ -20,15 +20,12 @@ from lab.recorded.call import Fault, Reason, RecordedCall, RecordingError, each_
 from lab.shrinking import halvings, smallest
 from lab.workloads.inputs.masks import packed_mask
 
-Reduction = Callable[[RecordedCall], Iterator[RecordedCall]]
-
 CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
 HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
 # Arguments that are not set to their defaults: those that define how other arguments are read; the mask, which XQA needs for
 # several rows; and bmm1_scale, because the logits are too large with its default of 1.
-KEPT = (
-    *("kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len", "sparse_mla_top_k", "mask", "bmm1_scale"),
-)
+LAYOUT = ("kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len", "sparse_mla_top_k")
+KEPT = (*LAYOUT, "mask", "bmm1_scale")
 NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as defaults in calls that define none
 
 
@@ -36,12 +33,9 @@ def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
     """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault. Raises
-    RecordingError if the call cannot be shrunk.
-
-    Args:
-        find: `recorded_fault`, with which a call that did not return is not shrunk, or a partial `fault_by_calling`.
-        synthetic: replace all contents by random values at the end, even if the result is then right. The fault is None then,
-            and also if `find` is `recorded_fault`.
+    RecordingError if the call cannot be shrunk. `find` is `recorded_fault`, with which a call that did not return is not
+    shrunk, or a partial `fault_by_calling`. `synthetic` replaces all contents by random values at the end, even if the result
+    is then right. The fault is None then, and also if `find` is `recorded_fault`.
     """
     call.refuse_block_sparse("shrunk")
     try:
@@ -63,10 +57,9 @@ def shrunk(
             except RecordingError:
                 return False
             found = find(smaller)
-            if found is None or (found.reason, found.error) != kind:
-                return False
-            call, fault = smaller, found
-            return True
+            if is_same := found is not None and (found.reason, found.error) == kind:
+                call, fault = smaller, found
+            return is_same
 
         if find is not recorded_fault or call.out is not None:
             with suppress(KeyboardInterrupt, torch.AcceleratorError):  # then the smallest call so far is returned
@@ -79,9 +72,7 @@ def shrunk(
     return call, fault
 
 
-class Part(NamedTuple):
-    """The query rows and the number of first keys that a reduced call keeps of a request."""
-
+class Part(NamedTuple):  # what a reduced call keeps of a request: some rows, and the first keys
     request: int
     rows: range
     kv_len: int
@@ -151,10 +142,7 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
     for part in parts:
         for length in _less(part.kv_len):
             yield cut(call, [each._replace(kv_len=length) if each is part else each for each in parts])
-
-
-def fewer_entries(call: RecordedCall) -> Iterator[RecordedCall]:
-    for columns in _less(call.given.get("sparse_mla_top_k") or 1):
+    for columns in _less(call.given.get("sparse_mla_top_k") or 1):  # of entries that each row selects
         changes = {"sparse_mla_top_k": columns, "sparse_mla_top_k_lens": partial(torch.clamp, max=columns)}
         yield _changed(call, changes | {"block_tables": itemgetter((..., slice(columns)))})
 
@@ -238,12 +226,12 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
 
 # The reductions that save most are first. Those that make FlashInfer compile another kernel (rows, groups of heads) are last.
 # Dead slots are cleared before contents are drawn, because drawn contents keep non-finite elements.
-REDUCTIONS: tuple[Reduction, ...] = (
-    *(fewer_requests, fewer_pages, fewer_keys, fewer_entries, without_dead_slots, drawn_contents),
+REDUCTIONS = (
+    *(fewer_requests, fewer_pages, fewer_keys, without_dead_slots, drawn_contents),
     *(default_arguments, fewer_rows, fewer_heads),
 )
 # These reductions do not change the outputs of the remaining rows, so they need no call of a kernel.
-OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
+OF_OUTPUTS = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
 
 
 def contents_of(call: RecordedCall) -> list[str]:
@@ -264,7 +252,6 @@ def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
 
 
 def seed_of(name: str, side: int) -> int:
-    """Return the seed of an argument's random contents. `side` is the index of the tensor in a tuple, else 0."""
     return 10 * CONTENTS.index(name) + side
 
 

@@ -9,7 +9,6 @@ import torch
 from lab.calls import PagedAttention, Problem
 from lab.calls.entries import places_of, selections_of
 from lab.calls.problem import shown_draft_tokens
-from lab.references.assertion import History
 from lab.references.softmax_attention import visible_to
 from lab.wording import first_few
 
@@ -21,7 +20,7 @@ class RecordedInputs:
     """The inputs of a recorded call, or of one K/V head of a block-sparse call."""
 
     problem: Problem
-    histories: Sequence[History]  #: of all requests
+    histories: Sequence[tuple[torch.Tensor, torch.Tensor]]  #: K and V of all requests
     pages: Sequence[int] | None = None  #: the engine's id of each page of the problem's cache; None: they are the same
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
@@ -29,9 +28,7 @@ class RecordedInputs:
         """Return sentences about scales of 0, rows that belong to no request, shared last pages, and non-finite K or V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
-        found = [
-            f"{name} is 0, which makes {what}" for name, what in scales.items() if not float(getattr(problem, name))
-        ]
+        found = [f"{name} is 0, which makes {what}" for name, what in scales.items() if not getattr(problem, name)]
         if end < problem.num_rows:
             found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
         if isinstance(problem, PagedAttention) and problem.selected is None:

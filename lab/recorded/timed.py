@@ -27,9 +27,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 
 def sizes_of(problem: Problem) -> SimpleNamespace:
-    """Return the lengths, dtypes, bytes and operations of a checked problem on the CPU, as `lab.timing.forward.case_facts`
-    reads them. If rows select entries (sparse MLA), the keys of a request are its distinct entries.
-    """
+    """Return the sizes of a problem on the CPU. If rows select entries, the keys of a request are its distinct entries."""
     q_lens, kv_lens = problem.q_lens(), num_keys(problem)
     visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
     seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -55,9 +53,7 @@ def sizes_of(problem: Problem) -> SimpleNamespace:
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedPass:
-    """A recorded call on a device, with what the timing of a forward pass (`EnginePass`) needs."""
-
+class RecordedPass:  # with what the timing of an `EnginePass` needs
     case: SimpleNamespace  #: from `sizes_of`
     given: Mapping[str, Any]  #: the arguments, with `out`. Kernels get copies of these tensors.
     deviations: Sequence[float]  #: the standard deviations of the recorded query, K and V
@@ -78,8 +74,7 @@ class RecordedPass:
         wide = [each.to(torch.float32) for each in (problem.query, *histories_of(problem, [longest])[0])]
         deviations = [float(each[each.isfinite()].std(correction=0).nan_to_num()) or 1.0 for each in wide]
         query = CALL_TYPES[call.function](**given).problem().query
-        pool_bytes = sum(side.nbytes for side in _sides(problem))
-        return cls(sizes, given, deviations, query, pool_bytes, [call.function.value])
+        return cls(sizes, given, deviations, query, sum(side.nbytes for side in _sides(problem)), [call.function.value])
 
     def posed(self, arguments: Mapping[str, Any]) -> Problem:
         problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
@@ -105,7 +100,6 @@ class CallRedraw(SeededRedraw):
         return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw new K and V from the seed, and shift all page ids by a number that the seed gives."""
         sides = _sides(self.forward.posed(arguments))
         for number, side in enumerate(sides, start=1):
             side.copy_(self._drawn(side.shape, side.dtype, number, seed))
@@ -119,7 +113,6 @@ class CallRedraw(SeededRedraw):
             arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw new queries and a few keys and values, and fill the output with NaN. Some seeds also shorten the requests."""
         query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)
         query.copy_(self._drawn(query.shape, query.dtype, 0, seeds.call))
         problem, ends = self.forward.posed(arguments), kv_lens.cumsum(0)
@@ -153,8 +146,7 @@ class CallRedraw(SeededRedraw):
         return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
 
     def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
-        # `number` is 0 for the query, 1 for K and 2 for V.
-        generator = self._generator(seed + number)
+        generator = self._generator(seed + number)  # 0 for the query, 1 for K, 2 for V
         if dtype == NVFP4:
             return torch.randint(256, tuple(shape), dtype=dtype, device=generator.device, generator=generator)
         drawn = torch.randn(tuple(shape), device=generator.device, generator=generator)

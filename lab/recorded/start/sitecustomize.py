@@ -1,6 +1,4 @@
-"""Start the recorder in each Python process of a command that `lab record` runs: Python imports this module when it starts,
-because `lab record` puts its folder first in PYTHONPATH.
-"""
+"""Start the recorder in each Python process of `lab record`, which puts this folder first in PYTHONPATH."""
 
 import atexit
 import json
@@ -16,9 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """An import hook that starts the recorder after the first import of a recorded package, when the imports of its root
-    package have ended: so the recorder sees no package that is only partly initialised.
-    """
+    """An import hook that starts the recorder after the first import of a recorded package has ended, with its root package."""
 
     running = 0  # number of modules of the root packages whose import has not ended
 
