@@ -151,7 +151,7 @@ class Recorder:
                 for _, name in overwritten(given):
                     if isinstance(given[name], torch.Tensor) and name not in RESULTS:
                         lost = RecordingError("a tensor that the call overwrote in a CUDA graph")
-                        given[name] = lost if is_captured else given[name].clone()
+                        given[name] = lost if is_captured else torch.clone(given[name])
                 layer = layer if self.triggers.layers else _layer_of_caller()
                 call = RecordedCall(function, given, versions=self._versions, module=original.__module__)
                 call = replace(call, time=datetime.now().strftime(TIME), number=number, layer=layer)
