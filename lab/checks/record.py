@@ -18,7 +18,7 @@ import torch
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
 from lab.checks.explain.call_features import features_of_case
 from lab.checks.properties import checks_by_key
-from lab.checks.run.verdicts import BitDifference, CaseVerdict, Judged, Outcome
+from lab.checks.run.verdicts import SENTENCES, BitDifference, CaseVerdict, Judged, Outcome
 from lab.files import DAMAGED, read_json
 from lab.wording import shortened
 from lab.workloads.interfaces import INTERFACES, interface_of
@@ -43,6 +43,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
         ranges = read_expression(record["ranges"])
         for case in record["cases"]:
             where = f"case {case.get('number')!r}: "
+            sentences: dict[str, Any] = {name: tuple(case.get(name, ())) for name in SENTENCES}
             yield CaseVerdict(
                 implementation=str(record["implementation"]),
                 check=str(case["check"]),
@@ -51,14 +52,11 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                 device=str(record["device"]),
                 judged=Judged(
                     Outcome(case["outcome"]),
-                    tuple(case.get("wrongs", ())),
-                    tuple(case.get("declines", ())),
-                    float(case.get("worst_ratio", 0.0)),
-                    case.get("judged", 0),
-                    remarks=tuple(case.get("remarks", ())),
+                    worst_ratio=float(case.get("worst_ratio", 0.0)),
+                    judged=case.get("judged", 0),
                     by_lab=case.get("by_lab", False),
-                    suspicions=tuple(case.get("suspicions", ())),
                     differences=tuple(BitDifference(what, float(by)) for what, by in case.get("differences", ())),
+                    **sentences,
                 ),
                 ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),

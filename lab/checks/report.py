@@ -14,7 +14,7 @@ from lab.checks.explain.diagnosis import Diagnosis, diagnose
 from lab.checks.parameters.coverage import Coverage, coverages
 from lab.checks.parameters.profiles import profiles
 from lab.checks.properties.check import Level
-from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
+from lab.checks.run.verdicts import BROKEN, SENTENCES, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.ranges import Ranges
@@ -25,6 +25,12 @@ WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, 
 
 # A quick run that left cases out answers nothing if it compared less than this share of its begun cases that an engine sends.
 LEAST_COMPARED = 0.5
+
+# Properties of a report that its file has under their own names.
+WRITTEN = (
+    *("implementation", "folder", "device", "is_right", "shard", "left_out", "unended", "ended", "interrupted"),
+    *("num_random", "audited", "profile", "run", "environment"),
+)
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,11 @@ class Report:
     def _is_whole(self) -> bool:
         judged = judged_functions(self.verdicts, self.profile)
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
-        is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or self._is_hardly_judged)
-        if self.shard:  # the other functions' cases may be of other shards
-            return not is_left_out and bool(judged)
-        return not is_left_out and judged == functions
-
-    @property
-    def _is_hardly_judged(self) -> bool:
         sent = [verdict.judged.judged > 0 for verdict in self.verdicts if verdict.sent_by]
-        return sum(sent) < LEAST_COMPARED * len(sent)
+        is_hardly_judged = sum(sent) < LEAST_COMPARED * len(sent)
+        is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended or is_hardly_judged)
+        # The cases of a shard's other functions may be of other shards.
+        return not is_left_out and (bool(judged) if self.shard else judged == functions)
 
     @property
     def exit_status(self) -> ExitStatus:
@@ -145,27 +147,14 @@ class Report:
         Without `is_diagnosed`, diagnosis and coverage are empty.
         """
         return {
-            "implementation": self.implementation,
-            "folder": self.folder,
+            **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,
-            "device": self.device,
-            "is_right": self.is_right,
-            "shard": self.shard,
             "functions": [each.value for each in self.functions],
-            "left_out": self.left_out,
-            "unended": self.unended,
-            "ended": self.ended,
-            "interrupted": self.interrupted,
             "seed": self.ranges.seed,
-            "num_random": self.num_random,
-            "audited": self.audited,
-            "profile": self.profile,
             "engines": {name: str(engine) for name, engine in profiles().items()},
             "ranges": repr(self.ranges),
             "narrowed": {interface.value: repr(ranges) for interface, ranges in self.narrowed},
             "refusals": list(self.refusals),
-            "run": self.run,
-            "environment": self.environment,
             "diagnosis": self.diagnosis.as_record() if is_diagnosed else None,
             "checks": [
                 {
@@ -184,31 +173,24 @@ class Report:
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
         record = {
-            "number": verdict.number,
-            "check": verdict.check,
+            **{name: getattr(verdict, name) for name in ("number", "check", "drawn", "finding")},
             "interface": verdict.interface.value,
             "outcome": verdict.outcome.value,
             "case": repr(verdict.case),
-            "wrongs": list(verdict.judged.wrongs),
-            "declines": list(verdict.judged.declines),
-            "remarks": list(verdict.judged.remarks),
-            "suspicions": list(verdict.judged.suspicions),
+            **{name: list(getattr(verdict.judged, name)) for name in SENTENCES},
             "differences": [[each.what, _number(each.ulps)] for each in verdict.judged.differences],
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
             "by_lab": verdict.judged.by_lab,
             "sent_by": list(verdict.sent_by),
-            "drawn": verdict.drawn,
-            "finding": verdict.finding,
             "ranges": "" if verdict.ranges == self.ranges else repr(verdict.ranges),
         }
         return {name: value for name, value in record.items() if value or name == "outcome"}
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        left_out = f"{counted(self.left_out, 'case')} left out, {self.ended}"
+        left_out = f"{counted(self.left_out, 'case')} left out, {self.ended}" if self.left_out else ""
         chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
-        left_out = left_out if self.left_out else ""
         missing = list(not_judged(self.verdicts, self.coverages, left_out, chosen_by, self.profile))
         if self.shard:
             shard = f"this is shard {self.shard}"

@@ -5,6 +5,7 @@ only sends the output. It cannot recognise an audited case, because it sends the
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -19,7 +20,6 @@ from lab.checks.run.judging import AUDITED_CHECKS, failure_of_the_lab, is_of_mem
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
 from lab.checks.run.workers import Workers
 from lab.ranges import Ranges
-from lab.references.errors import Truth
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
@@ -44,17 +44,15 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
             groups.setdefault(verdict.interface, ([], []))[is_configuration].append(verdict)
     found = []
     for others, configurations in groups.values():
-        again = _of_all_checks(dice.sample(others, len(others)))
+        again, same = (_of_all_checks(dice.sample(each, len(each))) for each in (others, configurations))
         redrawn = [replace(each, case=replace(each.case, seed=dice.randrange(1, 2**31))) for each in again]
-        same = _of_all_checks(dice.sample(configurations, len(configurations)))
         found.append([replace(each, drawn=True) for each in (*redrawn, *same)])
     return found
 
 
 def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    numbers: dict[str, Iterator[int]] = {}
-    places = [next(numbers.setdefault(verdict.check, count())) for verdict in verdicts]
-    return [verdicts[at] for at in sorted(range(len(verdicts)), key=places.__getitem__)[:AUDITED]]
+    numbers: dict[str, Iterator[int]] = defaultdict(count)  # the first verdict of each check, then the second of each
+    return sorted(verdicts, key=lambda verdict: next(numbers[verdict.check]))[:AUDITED]
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
@@ -92,13 +90,19 @@ def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Rang
     where = torch.device(device)
     run = CaseRun(None, case, where)
     try:
-        truth = _truth_of(case, ranges, where)
+        if isinstance(case, ForwardCase):
+            truth = build_forward(case, where).truth()
+        elif isinstance(case, Configuration):
+            call = built_call(case, ranges, where)
+            if not call.rows:
+                return Judged(Outcome.DECLINED)
+            truth = call.truth()
+        else:
+            truth = build_attention(case, where).truth()
     except (MemoryError, RuntimeError) as error:
         if not is_of_memory(error):
             raise
         return Judged(Outcome.DECLINED, declines=(failure_of_the_lab(f"{type(error).__name__}: {error}"),), by_lab=True)
-    if truth is None:
-        return Judged(Outcome.DECLINED)
     if saved is None:
         is_sent = truth.expected.numel() <= MOST_SAVED_ELEMENTS
         return Judged(Outcome.DISHONEST, (NO_OUTPUT,)) if is_sent else Judged(Outcome.DECLINED)
@@ -106,12 +110,3 @@ def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Rang
     run.expect_close(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT
     return Judged(outcome, tuple(run.wrongs), (), run.worst_ratio, run.judged, tuple(run.results))
-
-
-def _truth_of(case: Any, ranges: Ranges, device: torch.device) -> Truth | None:
-    if isinstance(case, ForwardCase):
-        return build_forward(case, device).truth()
-    if isinstance(case, Configuration):
-        call = built_call(case, ranges, device)
-        return call.truth() if call.rows else None
-    return build_attention(case, device).truth()

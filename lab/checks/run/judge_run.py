@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, closing, suppress
@@ -139,9 +139,13 @@ class Run:
 
     def _report_so_far(self) -> Report:
         runs = self._runs.values()
+        # A case of the earlier report keeps its number.
+        new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
+        held = ((each, self.earlier.get(each.key) if self.earlier else None) for run in runs for each in run.verdicts)
+        numbered = (replace(each, number=next(new) if earlier is None else earlier.number) for each, earlier in held)
         report = replace(
             self.report,
-            verdicts=tuple(self._numbered(verdict for each in runs for verdict in each.verdicts)),
+            verdicts=tuple(numbered),
             left_out=sum(each.planned - each.judged for each in runs),
             functions=tuple(dict.fromkeys(each.interface for each in runs if each.planned)),
             num_random=sum(each.num_random for each in runs),
@@ -176,12 +180,6 @@ class Run:
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
         return replace(verdict, sent_by=sent_by)
-
-    def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
-        new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
-        for verdict in verdicts:
-            earlier = self.earlier.get(verdict.key) if self.earlier else None
-            yield replace(verdict, number=next(new) if earlier is None else earlier.number)
 
 
 class CheckRun:
@@ -283,17 +281,13 @@ class CheckRun:
         for at, end in itertools.pairwise(ends):
             if self._run.is_over:
                 return
-            blanks = [self._blank(case, drawn) for case in cases[at:end]]
-            begun = [(blank, self._begun(blank, self._run.end)) for blank in blanks]
-            for blank, found in begun:
-                if isinstance(found, CaseVerdict):
-                    keep(found, False)
-                    continue
-                if self._run.is_stopped:
-                    return
-                yield found
+            for pending, verdict in [self._begun(case, drawn, self._run.end) for case in cases[at:end]]:
+                if pending is not None:
+                    if self._run.is_stopped:
+                        return
+                    yield pending
                 with suppress(TooLate):
-                    keep(self._verdict(blank, found), True)
+                    keep(verdict(), pending is not None)
 
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
@@ -325,10 +319,9 @@ class CheckRun:
         def stays_wrong(case: Any) -> bool:
             if repr(case) not in tried and len(tried) < MOST_SHRINKS:
                 tried.add(repr(case))
-                blank = self._blank(case, True)
-                begun = self._begun(blank)
-                found = begun if isinstance(begun, CaseVerdict) else self._verdict(blank, begun)
-                self._run.show(found, found is not begun)
+                pending, verdict_of_case = self._begun(case, True)
+                found = verdict_of_case()
+                self._run.show(found, pending is not None)
                 if found.outcome in BROKEN:
                     wrong[repr(case)] = found
             return repr(case) in wrong
@@ -339,19 +332,18 @@ class CheckRun:
             self.verdicts.append(self._run.noted(list(wrong.values())[-1]))
             raise
 
-    def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
+    def _begun(self, case: Any, drawn: bool, end: float = math.inf) -> tuple[Pending | None, Callable[[], CaseVerdict]]:
+        """Submit a case, and return its `Pending` and a function that waits for the verdict. If the earlier report has a
+        right or declined verdict on it, return None and a function that returns this verdict.
+        """
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
-        return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
-
-    def _begun(self, blank: CaseVerdict, end: float = math.inf) -> CaseVerdict | Pending:
+        blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
         earlier = self._run.earlier.get(blank.key)
         if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
-            return earlier
-        return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
-
-    def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        return self._run.known(replace(blank, judged=replace(pending(), output=None)))
+            return None, lambda: earlier
+        pending = self._run.pool.submit(blank.check, case, blank.ranges, end)
+        return pending, lambda: self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def keep(self, verdict: CaseVerdict, is_new: bool = True, is_planned: bool = True) -> None:
         self.judged += is_planned

@@ -34,9 +34,37 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
         ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing, occurs twice or
             has not ended.
     """
-    records = {path: read_record(path) for path in paths}
-    _check_shards(paths, records)
-    return _united(list(records.values()), "" if out is None else str(out))
+    by_path = {path: read_record(path) for path in paths}
+    _check_shards(paths, by_path)
+    records = list(by_path.values())
+    found: dict[tuple[str, str], dict[Key, CaseVerdict]] = {}  # by check and function
+    for record in records:
+        for verdict in read_cases(record):
+            of_check = found.setdefault((verdict.check, verdict.interface.value), {})
+            held = replace(verdict, judged=credible(verdict.judged))
+            both = (held, of_check.get(verdict.key, held))
+            of_check[verdict.key] = min(
+                both, key=lambda each: (WORST_FIRST.index(each.outcome), -each.judged.worst_ratio)
+            )
+    verdicts = [verdict for of_check in found.values() for verdict in of_check.values()]
+    first, left_out = records[0], [record for record in records if record["left_out"]]
+    ranges = (each for record in records for each in record["narrowed"].items())
+    return Report(
+        level=Level(first["level"]),
+        environment=dict(first["environment"]),
+        verdicts=tuple(
+            replace(each, number=number, recorded_in=str(out or "")) for number, each in enumerate(verdicts, 1)
+        ),
+        ranges=read_expression(first["ranges"]),
+        ended=left_out[0]["ended"] if left_out else "",
+        interrupted=any(record["interrupted"] for record in records),
+        narrowed=tuple(dict.fromkeys((interface_of(name), read_expression(text)) for name, text in ranges)),
+        refusals=tuple(first["refusals"]),
+        functions=tuple(dict.fromkeys(interface_of(name) for record in records for name in record["functions"])),
+        folder=str(first.get("folder") or ""),
+        **{name: first[name] for name in ("implementation", "device", "run", "profile")},
+        **{name: sum(each[name] for each in records) for name in ("left_out", "num_random", "audited", "unended")},
+    )
 
 
 def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -61,34 +89,3 @@ def _check_shards(paths: Sequence[Path], records: Mapping[Path, Mapping[str, Any
     count = next(iter(shards)).count
     if missing := [str(number) for number in range(1, count + 1) if Shard(number, count) not in shards]:
         raise ReportError(f"of {count} shards, {joined(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-
-
-def _badness(verdict: CaseVerdict) -> tuple[int, float]:
-    return -WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio
-
-
-def _united(records: Sequence[dict[str, Any]], out: str) -> Report:
-    found: dict[tuple[str, str], dict[Key, CaseVerdict]] = {}  # by check and function
-    for record in records:
-        for verdict in read_cases(record):
-            of_check = found.setdefault((verdict.check, verdict.interface.value), {})
-            held = replace(verdict, judged=credible(verdict.judged))
-            both = (held, *filter(None, [of_check.get(verdict.key)]))
-            of_check[verdict.key] = max(both, key=_badness)
-    verdicts = [verdict for of_check in found.values() for verdict in of_check.values()]
-    first, left_out = records[0], [record for record in records if record["left_out"]]
-    ranges = (each for record in records for each in record["narrowed"].items())
-    return Report(
-        level=Level(first["level"]),
-        environment=dict(first["environment"]),
-        verdicts=tuple(replace(each, number=number, recorded_in=out) for number, each in enumerate(verdicts, 1)),
-        ranges=read_expression(first["ranges"]),
-        ended=left_out[0]["ended"] if left_out else "",
-        interrupted=any(record["interrupted"] for record in records),
-        narrowed=tuple(dict.fromkeys((interface_of(name), read_expression(text)) for name, text in ranges)),
-        refusals=tuple(first["refusals"]),
-        functions=tuple(dict.fromkeys(interface_of(name) for record in records for name in record["functions"])),
-        folder=str(first.get("folder") or ""),
-        **{name: first[name] for name in ("implementation", "device", "run", "profile")},
-        **{name: sum(each[name] for each in records) for name in ("left_out", "num_random", "audited", "unended")},
-    )

@@ -35,6 +35,7 @@ Key = tuple[str, str, str, str, bool]
 SHOWN_ELEMENTS = 4  # of a wrong vector
 SHOWN_ROWS = 8
 JUDGED_WITH = ": judged with "  # in the sentence about a refused call that was judged in an equivalent form
+SENTENCES = ("wrongs", "declines", "remarks", "suspicions")  # fields of a judgement
 BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 
@@ -120,7 +121,7 @@ class Judged:
     differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.properties.invariance`
 
     def __post_init__(self) -> None:
-        for name in ("wrongs", "declines", "remarks", "suspicions"):  # the sentences quote messages of the kernel
+        for name in SENTENCES:  # they quote messages of the kernel
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
 
