@@ -177,11 +177,8 @@ class CaseRun:
         error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call is refused, fails or
         is not made.
 
-        Args:
-            what: a name of the call, for error messages.
-            inputs, expected: the call, and the required result; None if the result is not to be compared.
-            needed: whether to raise Unsupported if the call is refused. If not, the refusal is recorded, and in a case with
-                selected pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
+        If the call is `needed`, its refusal raises Unsupported. Otherwise it is recorded, and in a case with selected
+        pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -204,9 +201,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError that the `with` block raises, and an Unsupported unless `needed`, under the name `what`. If
-        the CUDA context is lost, raise the KernelError: no later call can succeed.
-        """
+        """Record a KernelError of the `with` block, and an Unsupported unless `needed`, under the name `what`."""
         try:
             yield
         except Unsupported as refusal:
@@ -218,7 +213,7 @@ class CaseRun:
                 if self._waits:
                     torch.cuda.synchronize()
             except torch.AcceleratorError:
-                raise failure from None
+                raise failure from None  # the CUDA context is lost: no later call can succeed
             self.fail(str(failure), what)
 
     @property
@@ -241,11 +236,8 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions as methods, for an engine to call.
-
-        With a `form` of PREPARED or PLANNED, it also has a method `prepare_<name>` for each function that the
-        implementation offers in this form. All calls share one workspace. Arguments at their default are not passed to the
-        implementation.
+        """Return an object with the implementation's attention functions as methods, for an engine to call, and with
+        `prepare_<name>` for each function that it offers in the `form`. Arguments at their default are not passed.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -264,10 +256,8 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features of a call that is about to be made, and record later errors with them. Those of its data,
-        such as poison, come from `case` (None: `self.case`). In a graph capture, return the last call's features.
-        """
-        if self._waits or self.device.type != "cuda":
+        """Return the features of a call that is about to be made, and record later errors with them."""
+        if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
                 of_tensors = case or self.case
@@ -277,9 +267,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record a comparison named `what`, with a sentence in `wrongs` for each error. `kind` is a key of
-        `explain.diagnosis.HELD`. `call` has the features of the call; None: of the last one.
-        """
+        """Record a comparison, with a sentence in `wrongs` for each error. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -295,13 +283,8 @@ class CaseRun:
     def expect_close(
         self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
     ) -> None:
-        """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`.
-
-        Args:
-            what: name of the result in error messages.
-            result, truth: the result and the expected one. A result of None is not compared.
-            least_bound: relative error that is always allowed.
-            kind: "output", or "merged" for a result that the lab merged from several calls.
+        """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`. A relative
+        error up to `least_bound` is allowed. `kind` is "merged" for a result that the lab merged from several calls.
         """
         if result is None:
             return

@@ -32,11 +32,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in the parsed JSON of a report. In each verdict `judged.results` is empty, because the file does
-    not have the compared results.
-
-    Raises:
-        ReportError: the record is not a report, or was written before cases had numbers.
+    """Yield the verdicts in the parsed JSON of a report, without `judged.results`. Raise ReportError if it is none, or was
+    written before cases had numbers.
     """
     where = ""
     try:
@@ -83,9 +80,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return `path` if a report may be written there: it is a new or empty file, or an earlier report. Create missing
-    folders. Raise ReportError if the path is another file or a pipe, or the folder is not writable.
-    """
+    """Return `path` if it is a new or empty file, or an earlier report, else raise ReportError. Create missing folders."""
     if path.is_fifo():
         raise ReportError(f"{path} is a pipe, and a report is written several times: name a file")
     if path.is_file() or not path.exists():
@@ -106,9 +101,7 @@ def replaceable(path: Path) -> Path:
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read the verdict on the case with this number from a report's file. Raise ReportError if the file is not a report,
-    has no case with this number, or the case is of an unknown check.
-    """
+    """Read the verdict on the case with this number from a report's file. Raise ReportError if there is none."""
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:

@@ -106,16 +106,11 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the verdicts that are wrong, failed or dishonest; in a run for one engine, only on cases that this engine
-        sends.
-        """
+        """Yield the verdicts that are wrong, failed or dishonest, of those that decide."""
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property
     def is_right(self) -> bool:
-        """Return True if nothing is wrong except known failures, each function was judged, and no case was left out. A shard
-        needs only one judged function. A quick run that compared enough may leave out cases that it did not begin.
-        """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
 
     @property
@@ -143,9 +138,7 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data: settings, diagnosis, a summary for each check, coverage, and all cases.
-        Without `is_diagnosed`, diagnosis and coverage are empty.
-        """
+        """Return the report as JSON data. Without `is_diagnosed`, diagnosis and coverage are empty."""
         return {
             **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,

@@ -28,12 +28,8 @@ def answer(
 ) -> str:
     """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
 
-    Args:
-        verdicts: the verdicts of a run.
-        profile: name of the engine whose cases alone decide the exit status; "" for all cases.
-        not_judged: clauses that say what was not judged.
-        is_whole: True if the run judged enough for an answer: all cases (at the quick level most of them) and each function.
-        left_out: number of planned cases that were not begun.
+    If a `profile` is named, only cases that this engine sends decide. `is_whole` is True if the run judged enough for an
+    answer: all cases (at the quick level most of them) and each function.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
@@ -112,9 +108,6 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines (full names), each with the verdicts on the cases that they send. Engines share a group if
-    they send the same cases, or if `is_whole` (no planned case was left out) and all their cases are right.
-    """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
         if sent := [verdict for verdict in verdicts if key in verdict.sent_by]:
@@ -135,9 +128,7 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str, profile: str = ""
 ) -> Iterator[NotJudged]:
-    """Yield a clause for each reason why cases or parameter values were not judged: the run ended, the kernel refused them,
-    the lab cannot judge them on this device, or the level or profile (`chosen_by`) does not contain them.
-    """
+    """Yield a clause for each reason why cases or parameter values were not judged. `chosen_by` names the level."""
     if left_out:
         yield NotJudged(left_out)
     several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged_functions(verdicts, "") else ()

@@ -104,9 +104,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features` and those that follow from each request's keys (`kv_lens`) and query rows (`q_lens`). A
-        `window_left` of -1 is no window; `page_size` is `TILE` for a call without pages.
-        """
+        """Return `features` and those that follow from lengths. `page_size` is `TILE` for a call without pages."""
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
             for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
@@ -121,9 +119,6 @@ def kept(read: Read) -> dict[str, Value]:
 
 
 def _plain(value: Any) -> Value | None:
-    """Return a feature's value as bool, int or str; None if this is impossible. An enum member or dtype becomes its name, a
-    tensor of one element a bool, and a mapping its only value or "mixed".
-    """
     if type(value) in (bool, int, str):  # the usual case, first for speed
         return value
     if isinstance(value, Enum):
@@ -137,9 +132,7 @@ def _plain(value: Any) -> Value | None:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case: of its fields, its forward mode, its batch and each request. Raise UnknownFeatureError
-    if `lab.checks.explain.features` does not list a field of the case.
-    """
+    """Return the features of a case: of its fields, its forward mode, its batch and each request."""
     given = dict(_fields(case))
     for name in given.keys() - FEATURES.keys():
         feature_named(name)
@@ -320,9 +313,8 @@ class CallLog:
         self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, Any]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return features that compare it with earlier calls: which arguments have changed since the
-        first call with equal shapes of `query` and `seq_lens`, and which tensors were written since an earlier call had
-        them.
+        """Record a call, and return features that compare it with the first call of equal shapes, and say which tensors
+        were written.
         """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}

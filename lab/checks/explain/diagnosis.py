@@ -85,9 +85,7 @@ class Region:
 
     @property
     def where(self) -> str:
-        """Return words that say where results are wrong: "wherever <rule>" if all results inside are wrong, else "in some
-        cases where <rule>" or "in most cases where <rule>". Without a rule, return words such as "everywhere".
-        """
+        """Return words such as "everywhere", "wherever <rule>" or "in some cases where <rule>"."""
         share = self.wrong / self.results
         if self.held == "arguments":  # the features of invalid arguments are not known
             return f"in {counted(self.wrong, 'case')}"
@@ -109,7 +107,6 @@ class Region:
 
     @property
     def counts(self) -> str:
-        """Return a clause that says how many results inside the region are wrong, and how many outside are right."""
         where = f" with {self.rule}" if self.literals else ""
         inside = f"{within(self.what)} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
@@ -187,9 +184,6 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict. If it has none, because the worker crashed or the verdict was read from a
-    file, return one result that stands for the whole case.
-    """
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
@@ -206,8 +200,6 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The units among which rules are searched: requests of results, or results whose requests were not compared."""
-
     results: list[CaseResult]
     features: list[Features]  # of each unit
     wrong: Bits  # bool [units]
@@ -225,7 +217,6 @@ class _Units(NamedTuple):
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units of all results of one kind, with results of the kinds in `STAND_INS` for one of `WITHOUT_RIGHT_ONES`."""
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
     chosen = [each for each in results if each.result.held in kinds]
@@ -253,9 +244,9 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of kind `held`, such as "LSE", follow from errors that are already explained: a share
-    `EXPLAINED` of the wrong `units` lies inside `regions`, which are of earlier kinds. For "LSE", the output must also be
-    wrong in most of the calls with a wrong LSE.
+    """Return True if errors of kind `held` follow from errors that are already explained: a share `EXPLAINED` of the wrong
+    `units` lies inside `regions` of earlier kinds, and for "LSE", the output is wrong in most of the calls with a wrong
+    LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -275,9 +266,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Find rules for wrong results of kind `held`. Return the regions where one holds, and the number of wrong results
-    outside. Rules are found among units (requests or results), but the numbers in a region count results.
-    """
+    """Return the regions of one kind where a rule holds, and the number of wrong results outside."""
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
@@ -306,8 +295,6 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest case, if possible one that an engine sends, and with an `example`."""
-
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
         return (
@@ -349,9 +336,6 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names checks without an error of their own: in each of their wrong cases,
-    the first call is wrong already. A first call that fails does not count.
-    """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         is_recorded = isinstance(verdict.case, RecordedCase)  # a recorded case has only one call

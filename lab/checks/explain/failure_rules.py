@@ -65,12 +65,7 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
     """Return at most `MOST_RULES` rules that separate wrong units from right ones, the most informative rule first. A
-    single rule without literals means that results are wrong everywhere.
-
-    Args:
-        units: the features of each unit.
-        wrong: bool [len(units)], at least one true.
-        cases: the number of the case to which each unit belongs.
+    single rule without literals means that results are wrong everywhere. `cases` has the number of the case of each unit.
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
@@ -112,11 +107,9 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the units among which rules are searched. `cases` has the number of the case to
-    which each unit belongs.
-
-    If there are more than `MOST_UNITS` wrong or right units, only every second, third and so on is returned, with a larger
-    weight. The n units of one case weigh sqrt(n + 8) together, because they are not independent.
+    """Return the indices and weights of the units among which rules are searched: of more than `MOST_UNITS` wrong or right
+    units, every second, third and so on. The n units of one case weigh sqrt(n + 8) together, because they are not
+    independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -130,11 +123,6 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals,
-    groups]. `bad` and `good` are the weights of the wrong and of the right units in each group, `costs` the bits of each
-    literal.
-    """
-
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
         self.literals, holds, self.costs = _table(units)
         _, first, where = np.unique(np.packbits(holds, axis=0), axis=1, return_index=True, return_inverse=True)
@@ -195,9 +183,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return the rule `chosen` without negated literals (such as `not sinks`) that it does not need, because they may
-        exclude only units that are right by chance.
-        """
+        """Return the rule `chosen` without negated literals that may exclude only units that are right by chance."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -205,8 +191,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the rule of one literal "feature is true" with the lowest cost in bits that holds for all wrong units and
-        excludes more right ones than chance explains; () if there is none.
+        """Return the cheapest rule `feature is true` that holds for all wrong units and excludes right ones not by chance,
+        or ().
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -216,7 +202,6 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -224,9 +209,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals that saves most bits; () if none saves any. `holds` is bool [literals,
-    groups].
-    """
+    """Return the rule of at most three literals that saves most bits; () if none saves any."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if not len(holds):
@@ -261,15 +244,11 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the entropy in bits of two counts: the sum of n log2((bad + good) / n) for n = bad and n = good."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units, where they hold (bool [literals, units]), and the cost of
-    each literal in bits. Of literals that hold for the same units, the cheapest is kept; of these, the first in `FEATURES`.
-    """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}
     for name in [*filter(names.__contains__, FEATURES), *sorted(names - FEATURES.keys())]:

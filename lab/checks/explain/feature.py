@@ -129,9 +129,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a whole call: `shared`, and those of its requests. A condition is true if it is true for any
-    request; a number is the largest among the requests.
-    """
+    """Return the features of a whole call: conditions that are true for any request, and the largest numbers."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -140,9 +138,7 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return at most about `MOST_THRESHOLDS` of the sorted numbers `steps`: the first, the last, and the first above each
-    power of 2, because kernels change their code at powers of 2.
-    """
+    """Return the first, the last, and the first step above each power of 2, because kernels change their code there."""
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

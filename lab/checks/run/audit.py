@@ -72,8 +72,8 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge the case of `verdict` again in a worker. If it is right again, return how a process without the kernel's code
-    judges the worker's output.
+    """Judge a case again in a worker. If it is right again, return how a process without the kernel's code judges its
+    output.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:

@@ -51,15 +51,12 @@ class Dependence(CheckSummary):
 
     @property
     def required_answer(self) -> Answer:
-        """Return `answer`, but NOT_TRIED instead of SAME if a case was not tried, so that SAME is certain."""
         not_tried = self.answer is Answer.SAME and self.answers[Answer.NOT_TRIED]
         return Answer.NOT_TRIED if not_tried else self.answer
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference between an output and that of its case's first call, in units in the last place of
-        the vector's largest element; 0 if all bits are equal.
-        """
+        """Return the largest difference from the case's first call, in units in the last place; 0 if all bits are equal."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:
@@ -96,9 +93,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the dependences on required factors whose `required_answer` is not SAME. A function with a pair of dtypes
-        is left out if no call of it was judged.
-        """
+        """Return the dependences on required factors that are not SAME, of functions with a judged call."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
@@ -108,7 +103,6 @@ class Invariance:
 
     @property
     def without_cases(self) -> tuple[str, ...]:
-        """Return the keys of required factors that have no case, such as "page-size" for a ragged call."""
         return tuple(name for name in self.required if name not in {each.check for each in self.dependences})
 
     @property

@@ -1,5 +1,6 @@
 """Judge an implementation: run every check (one test of the judge) on every function that the implementation has."""
 
+import hashlib
 import math
 import os
 import time
@@ -21,7 +22,7 @@ from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.refusals import Refusals
-from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
+from lab.checks.run.sources import earlier_verdicts, offer_of
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
@@ -127,32 +128,17 @@ def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **
     """Judge recorded calls of an engine: the recorded results, or the results of an implementation for the recorded inputs.
 
     The expected results are computed from the K/V that the recorded page table names, because a recording has no history of its
-    requests; see `lab.checks.properties.recorded`.
+    requests. The case of each verdict is a `lab.recorded.case.RecordedCase`. Raises the errors of `judge`.
 
     Args:
         recording: a folder of calls that `lab record` or FlashInfer recorded, or "FOLDER#3" for only the third call.
-        implementation: name of the implementation that is called with the recorded inputs. By default the recorded results are
-            judged.
+        implementation: name of the implementation that is called; by default the recorded results are judged.
         settings: other settings of `judge`.
-
-    Returns:
-        The report. The case of each verdict is a `lab.recorded.case.RecordedCase`.
-
-    Raises:
-        ValueError: there is no call in the recording, or a setting is invalid.
-        lab.loading.LoadError: the implementation cannot be imported.
     """
     cases = recorded_cases(recording)
-    functions = dict.fromkeys(case.interface.value for case in cases)
-    return judge(
-        implementation,
-        only=[check_of(cases)],
-        functions=list(functions),
-        drawn=0,
-        discover=False,
-        fresh=True,
-        **settings,
-    )
+    functions = list(dict.fromkeys(case.interface.value for case in cases))
+    chosen: dict[str, Any] = {"only": [check_of(cases)], "functions": functions}
+    return judge(implementation, **chosen, drawn=0, discover=False, fresh=True, **settings)
 
 
 def judge_recorded(
@@ -165,19 +151,15 @@ def judge_recorded(
     time_limit_s: float = TIME_LIMIT_S,
     refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
 ) -> CaseVerdict:
-    """Judge one case of a report again. The implementation is imported again.
+    """Judge one case of a report again. The verdict on a known failure is WRONG, because they are not looked up.
 
     Args:
         path: path of the report.
         number: number of the case in the report, from 1.
-        implementation: name of an implementation; None for the implementation of the report.
-        device: a device; None for the device of the report.
+        implementation: name of an implementation, which is imported again.
+        device, refusals: as in `judge`; None for those of the report, as for `implementation`. Exceptions in the report must
+            be built-in or from the kernel's package.
         isolated, time_limit_s: judge in a worker process, within this time limit.
-        refusals: the exceptions that count as refusals; None for those of the report, which must be built-in exceptions
-            or from the kernel's package.
-
-    Returns:
-        The verdict. A known failure is WRONG here, because known failures are not looked up.
 
     Raises:
         lab.checks.record.ReportError: there is no such report or case, or the report has refusals of another package.
@@ -228,7 +210,8 @@ def _offered(
     report = replace(report, refusals=() if refusals is None else refusals.names)
     machine = [report.environment.get(part) for part in VERDICT_PARTS]
     whole = replace(report, environment={}, shard="")  # the shards of a run have one digest
-    run, folder = digest_of_run(sources, whole, machine, offered, settings), Path.cwd()
+    parts = repr((sources, whole, machine, offered, settings))  # on which the verdicts depend
+    run, folder = hashlib.sha256(parts.encode()).hexdigest() if sources else "", Path.cwd()
     is_anywhere = place_of(report.implementation, folder) == place_of(report.implementation, Path(folder.root))
     is_found_here = is_named and not (is_anywhere or report.implementation.startswith(OF_LAB))
     return offered, replace(report, run=run, folder=str(folder) if is_found_here else "")

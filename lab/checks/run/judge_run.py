@@ -82,9 +82,9 @@ class Run:
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report. If `discovers`, a function whose cases are mostly
-        declined is judged again with only the parameter values that it accepts. After all other cases, random cases are
-        judged until `random_until`, a time of `time.monotonic`.
+        """Judge functions by the run's checks, and return the report. If `discovers`, functions that decline most cases are
+        judged again with the values that they accept. At the end, random cases are judged until `random_until` of
+        `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -196,13 +196,10 @@ class CheckRun:
 
     @property
     def is_telling(self) -> bool:
-        """Return True for check K18 at the quick level. It is judged first, as its cases combine many values."""
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Make the check's cases within `ranges`, except cases that were planned before, and return a generator that judges
-        them.
-        """
+        """Plan the check's cases within `ranges`, and return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
         rounds = [*self._check.more.get(level, ()), *([self._of_smoke] if self.is_telling else [])]
@@ -229,9 +226,6 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges of `plan` for the cases. Below the full level, their longest request is made shorter. At the
-        quick level, they keep only one size of long requests and one of large batches.
-        """
         level, ranges = self._run.report.level, self._ranges
         if level is Level.FULL:
             return ranges
@@ -272,10 +266,7 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in groups: one case per worker, then `CASES_PER_WORKER` per worker; if `is_telling`, all at once.
-
-        `keep` gets each verdict in the order of the cases, and False if it was read from an earlier report.
-        """
+        """Judge cases in groups. `keep` gets each verdict, and False if it was read from an earlier report."""
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
         for at, end in itertools.pairwise(ends):
@@ -292,10 +283,7 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. A wrong case is replaced by the simplest case that is still wrong. At most `most_wrong`
-        different ones are added: `wrong` has their reprs. Unless `is_planned`, only the first `MOST_KEPT` right cases are
-        added.
-        """
+        """Judge random cases. Of the wrong ones, add at most `most_wrong` after shrinking; `wrong` has their reprs."""
         sample_of = {repr(sample.case): sample for sample in samples}
 
         def keep(verdict: CaseVerdict, is_new: bool) -> None:
@@ -333,9 +321,6 @@ class CheckRun:
             raise
 
     def _begun(self, case: Any, drawn: bool, end: float = math.inf) -> tuple[Pending | None, Callable[[], CaseVerdict]]:
-        """Submit a case, and return its `Pending` and a function that waits for the verdict. If the earlier report has a
-        right or declined verdict on it, return None and a function that returns this verdict.
-        """
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
@@ -352,10 +337,8 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check.
-
-    Stop when all generators have ended, `goes_on` returns False, or `end` (a time of `time.monotonic`) has passed. Return
-    the number of cases that still run then; 0 unless `end` has passed.
+    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check. Stop
+    when `goes_on` returns False, or `end` has passed; then return the number of cases that still run.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

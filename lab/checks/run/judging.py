@@ -176,9 +176,6 @@ def is_of_memory(error: Exception) -> bool:
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. Such a difference
-    can make the numbers of bf16 calls wrong, but not their shapes.
-    """
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
         return False
@@ -189,9 +186,7 @@ def _explains(bf16: Bf16, run: CaseRun) -> bool:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU. Raise
-    ValueError for other devices.
-    """
+    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU."""
     count = torch.cuda.device_count()
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -215,8 +210,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in it; all
-    checks for an empty `only`.
+    """Return the checks that `only` names, in the order of keys, followed by the `Check` objects in it; all for an empty
+    one.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

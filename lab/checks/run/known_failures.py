@@ -68,11 +68,8 @@ def known(
 ) -> CaseVerdict:
     """Return the verdict, changed to KNOWN if it is WRONG and known failures explain all its error sentences.
 
-    Args:
-        verdict: the verdict on a case.
-        findings: the entries of the known failures, by the page and heading that describe them.
-        capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
-        release_of: returns the installed release of a package, or None if it is not installed.
+    `capability` is the (major, minor) of the GPU on which the case was judged; None: a CPU. `release_of` returns the
+    installed release of a package, or None.
     """
     # All entries are about functions with a paged cache.
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS:
@@ -143,7 +140,6 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has 32 or more keys, and more rows than keys: FA2 omits the causal mask for tiles."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -166,9 +162,7 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several query rows per request. This is read from the case or, in
-    check K11 (sensitivity), from words such as "mask of 4 rows" in the error sentence.
-    """
+    """Return True if a wrong decode call has several query rows per request, by the case or by the sentence of check K11."""
     mode = getattr(case, "mode", None)
     if mode is not None:  # a forward pass or a graph replay
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
@@ -225,7 +219,6 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return a package's kernel in this release on SM90. `peers` are the modules of `lab.kernels.peers` that call it."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 

@@ -26,13 +26,9 @@ EQUAL = {
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Return one report with the verdicts of all shards of a run. `out` is the file to which the caller will write it.
-
-    A case that several shards judged gets the worst of their verdicts. The diagnosis uses features of cases, not of calls.
-
-    Raises:
-        ReportError: a file is no report of a shard, the reports are not of one run, a shard is missing, occurs twice or
-            has not ended.
+    """Return one report with the verdicts of all shards of a run, the worst one for each case. `out` is the file to which
+    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, each of which has
+    ended.
     """
     by_path = {path: read_record(path) for path in paths}
     _check_shards(paths, by_path)

@@ -39,19 +39,7 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
-def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of a digest of source files and of further parts, such as settings; "" without sources."""
-    return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
-
-
 def _digest(name: str) -> str:
-    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
-    these sources or libraries read. A file counts by its content and its path relative to a folder of `sys.path`.
-
-    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
-    and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
-    folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
-    """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
     places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -77,9 +65,6 @@ def _digest(name: str) -> str:
 
 
 def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    """Return the path of a file within the innermost of `folders` (without symbolic links) that contains it, and this
-    folder's index; the file's name and -1 if no folder contains it.
-    """
     there = path.resolve()
     around = {*there.parents}
     found = [(str(there.relative_to(each)), index) for index, each in enumerate(folders) if each in around]
@@ -92,7 +77,6 @@ def _words(source: bytes) -> frozenset[str]:
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return further files, not in `paths` and `without`, that the Python files `paths` import, directly or indirectly."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     names_in = functools.cache(_names_in)  # of this digest alone: files change between two
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -113,7 +97,6 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
-    """Yield the paths that an import of the dotted `name` may read in a folder: the module and the packages around it."""
     for part in name.split("."):
         names = names_in(folder)
         if f"{part}.py" in names:
@@ -134,7 +117,6 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @functools.cache
 def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return the imports of a Python source as (number of leading dots, name); () if it cannot be parsed."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):

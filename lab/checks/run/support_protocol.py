@@ -101,7 +101,13 @@ def invoke(
     except BaseException as error:  # somebody else's code may raise anything
         if is_interruption(error):
             raise
-        _check_gpu(error)
+        if isinstance(error, torch.AcceleratorError):
+            raise raised(error) from error
+        if torch.cuda.is_initialized() and not is_capturing():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as of_launch:
+                raise KernelError(f"{raised(error)}; {of_launch}") from error
         if limit := limit_of(error):
             raise Unjudgeable(limit) from error
         wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
@@ -112,9 +118,7 @@ def invoke(
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError unless this is a tensor or a
-    pair of tensors.
-    """
+    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError if this is something else."""
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
         raise KernelError(f"{name} returned {type(out).__name__}, not a tensor")
@@ -130,22 +134,9 @@ def is_capturing() -> bool:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return torch's version counter of each tensor among the arguments, except the workspace. A torch operation that
-    writes to a tensor increases its counter; a write by a kernel does not.
-    """
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
     return [part._version for part in tensors if isinstance(part, Tensor) and not part.is_inference()]
-
-
-def _check_gpu(error: BaseException) -> None:
-    if isinstance(error, torch.AcceleratorError):
-        raise raised(error) from error
-    if torch.cuda.is_initialized() and not is_capturing():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as of_launch:
-            raise KernelError(f"{raised(error)}; {of_launch}") from error
 
 
 def _is_refusal(
@@ -166,12 +157,6 @@ def _is_refusal(
 
 
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
-    """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
-
-    Return False if Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package
-    further down: such an error is no decision to refuse the call. `packages` has the package of each frame of the
-    traceback.
-    """
     if not packages:  # a compiled function
         return True
     last: Any = error.__traceback__
@@ -186,7 +171,6 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
-    """Return the package of a frame's code: `LIBRARY` for Python's own library, "" for code that is not installed."""
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -194,9 +178,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return a name of the error's class for the option --refusals; "" if its class is defined in another package than
-    `function` and is not an attribute of the module of `function`.
-    """
+    """Return a name of the error's class for --refusals; "" if it is not the package's or module's of `function`."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -204,9 +186,6 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError with the message `sentence` says that the function has no parameter for an argument. If
-    `signature` is None (unknown) or has `**keywords`, also return True if a required argument is missing.
-    """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)
@@ -231,18 +210,7 @@ def _of_arguments(error: TypeError) -> str:
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {message}"
 
 
-def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    fields = CALL_TYPES[interface].__dataclass_fields__
-    return {
-        name: value
-        for name, value in arguments.items()
-        if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
-    }
-
-
 class _EquivalentForm(NamedTuple):
-    """A change of a call's arguments that keeps the expected result."""
-
     words: str  # for "judged with ... instead"
     change: Callable[[Arguments], Arguments]
     omits: bool = False  # it removes an argument on which no result depends
@@ -255,7 +223,6 @@ def _without(argument: str, words: str, omits: bool) -> _EquivalentForm:
 
 
 def _forms(interface: AttentionCall, arguments: Arguments, refusal: str, by_engine: bool) -> Iterator[_EquivalentForm]:
-    """Yield the forms of a call that may help after a refusal with this message."""
     named = set(re.findall(r"\w+", refusal))
     for name in OMITTED:
         if name in named and arguments.get(name) is not None:
@@ -304,15 +271,18 @@ class KernelCalls:
         return function
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
-        """Make a call and return its results; if `prefix` is "prepare_" or "plan_", return a callable that makes it. If the
-        call is refused, make it with equivalent arguments.
-
-        If `of_engine`, the call is one of an engine's pass, without the arguments that equal FlashInfer's defaults.
+        """Make a call, in equivalent forms if it is refused. If `prefix` is "prepare_" or "plan_", return a callable that
+        makes it. If `of_engine`, pass no arguments that equal FlashInfer's defaults.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
         once = functools.partial(self.once, function)
         if of_engine:
-            arguments = _without_defaults(interface, arguments)
+            fields = CALL_TYPES[interface].__dataclass_fields__
+            arguments = {
+                name: value
+                for name, value in arguments.items()
+                if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
+            }
         if prefix:
             return self.invoke(interface, lambda **given: functools.partial(self.once, once(**given)), arguments)
         return self.invoke(interface, once, arguments, by_engine=of_engine)

@@ -65,9 +65,6 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
-        """Set attributes of an unpickled object (the pickle opcode BUILD), if it is an instance of a dataclass or an
-        exception: a changed class or enum member would change the judge in this process.
-        """
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
             raise pickle.UnpicklingError(f"it sets attributes of {instance!r}")
@@ -77,10 +74,8 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
 
 
 def loads(data: Any) -> Any:
-    """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`.
-
-    Raises:
-        pickle.PicklingError: the data is damaged. This error ends the worker's pool, and no other error would end it.
+    """Unpickle data from a worker. Raise PicklingError if it is damaged: this error ends the worker's pool, and no other
+    error would end it.
     """
     try:
         return _Unpickler(io.BytesIO(data)).load()

@@ -246,9 +246,8 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference between elements of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units
-    in the last place of the largest element in the same (row, head) vector; infinity if an element that differs is not
-    finite.
+    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units in the last
+    place of the largest element in the same (row, head) vector; infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -121,9 +121,6 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
-        """Stop all workers if no case ends within its time limit, because a kernel may have damaged the pipe that all
-        workers share. Runs in a thread until the run is over.
-        """
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
             if limits_s and time.monotonic() > self._last_end + max(limits_s.values()) + START_LIMIT_S:
@@ -133,11 +130,8 @@ class Workers:
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call `function` in a worker with the implementation as its argument, and return the result.
-
-        Raises:
-            lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
-            ValueError: an entry of the list of exceptions that count as refusals does not name an exception class.
+        """Call `function` in a worker with the implementation as its argument, and return the result. Raise LoadError if it
+        cannot be imported, and ValueError if a name of a refusal is no exception.
         """
         if not self.is_apart:
             if self.refusals:
@@ -247,9 +241,6 @@ def _ending(exitcode: int | None) -> str:
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a multiprocessing context whose processes start fast, as forks of a process that has imported torch but not
-    initialised CUDA. On platforms without fork, they are new Python processes.
-    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -275,16 +266,13 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
     os.setpgid(0, 0)  # a signal that a kernel sends to its process group reaches no other process of the lab
     noted()
     # If a kernel ends its worker with status 0, the pool would wait for the case until its time limit.
-    os._exit = functools.partial(_end_with_another, os._exit)
+    end: Any = os._exit
+    os._exit = lambda status: end(status or ENDED_WITH_0)
     # A fork of this worker, made by a kernel, must not send a judgement.
     os.register_at_fork(after_in_child=functools.partial(os._exit, 1))
     torch.set_num_threads(1)  # cases are too small for several threads
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)
-
-
-def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
-    end(status or ENDED_WITH_0)
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
@@ -304,9 +292,6 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case with the implementation `name` in a worker. If the kernel destroyed the CUDA context or used up all file
-    descriptors, write the errors to `last_words`, one per line, and end the worker with the exit status `SPOILED`.
-    """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
     with _stack_file(last_words).open("w") as stack, last_words.open("w") as words:
@@ -344,7 +329,6 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words for the function calls in which a worker was shortly before its time limit."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
