@@ -115,12 +115,10 @@ class CaseRun:
         self.kernel = KernelCalls(implementation, self.decline, refusals)  #: makes the calls of the implementation
         self.wrongs: list[str] = []  #: sentences about wrong results
         self.failures: list[str] = []  #: sentences about failed calls
-        #: sentences about calls that the implementation refused, or that were made with equivalent arguments instead
-        self.declines: list[str] = []
+        self.declines: list[str] = []  #: sentences about refused calls, also if they were made in another form
         self.remarks: list[str] = []  #: notes for the reader of the verdict; they do not make a result wrong
         self.suspicions: list[str] = []  #: notes that say why the inputs of the case may be wrong
-        #: the calls of `lab.checks.properties.invariance` whose output differs from the output of the case's first call
-        self.differences: list[BitDifference] = []
+        self.differences: list[BitDifference] = []  #: outputs whose bits differ from those of the case's first call
         self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
         self.is_misshapen = False  #: a result has another shape or dtype than expected
         self.judged = 0  #: number of results that were compared

@@ -77,19 +77,14 @@ class Report:
     ranges: Ranges = field(default_factory=Ranges)  #: the parameter values that were judged
     ended: str = "the time was over"  #: a clause that says why cases were left out
     interrupted: bool = False  #: the user interrupted the run; `left_out` counts the remaining cases
-    #: for each function that declined most cases: the ranges that it accepts, within which it was judged again
-    narrowed: tuple[tuple[Interface, Ranges], ...] = ()
+    narrowed: tuple[tuple[Interface, Ranges], ...] = ()  #: of functions that were judged again with what they accept
     refusals: tuple[str, ...] = ()  #: names of the exceptions that count as refusals; () for the default list
-    #: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown
-    run: str = ""
+    run: str = ""  #: a digest of everything that determines the verdicts; "" if the sources are unknown
     num_random: int = 0  #: number of random cases that were judged after the level's cases
-    #: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`)
-    audited: int = 0
-    #: name of the engine whose profile chose the cases, or "". Only verdicts on cases that this engine sends count.
-    profile: str = ""
+    audited: int = 0  #: number of right cases that a process without the kernel's code judged again
+    profile: str = ""  #: name of the engine whose cases alone count, or ""
     functions: tuple[Interface, ...] = ()  #: the functions that have cases, even if none of their cases was begun
-    #: number of cases that had begun and did not end before the time was over; they are among `left_out`
-    unended: int = 0
+    unended: int = 0  #: number of left out cases that had begun before the time was over
     shard: str = ""  #: the part of the run that was judged, such as "3/8"; "" for the whole run
     folder: str = ""  #: the folder in which the name of the implementation was found; "" if it is found in any folder
     is_overwritten: bool = False  #: whether another run wrote the report's file during this run

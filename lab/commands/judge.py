@@ -299,8 +299,7 @@ def merge(
 ) -> None:
     """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is as for one whole run."""
     refuse_unreadable("not merged", *reports)
-    from lab.checks.record import replaceable
-    from lab.checks.run.merging import merged
+    from lab.checks.record import merged, replaceable
     from lab.reports.judgement import show as show_report
 
     with refusing_recordings("not merged"):

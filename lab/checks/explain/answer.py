@@ -108,6 +108,9 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
+    """Return groups of engines, each with the verdicts on the cases that they send. Engines share a group if they send the
+    same cases, or if all their cases are right and no planned case was left out.
+    """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
         if sent := [verdict for verdict in verdicts if key in verdict.sent_by]:

@@ -200,6 +200,8 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
+    """The units among which rules are searched: requests of results, or results whose requests were not compared."""
+
     results: list[CaseResult]
     features: list[Features]  # of each unit
     wrong: Bits  # bool [units]
@@ -207,10 +209,8 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        found = np.ones(len(self.features), dtype=bool)
-        for literal in rule:
-            found &= literal.holds(self.features)
-        return found
+        every = np.ones(len(self.features), dtype=bool)
+        return np.all([every, *(literal.holds(self.features) for literal in rule)], axis=0)
 
     def results_with(self, units: Bits) -> Bits:
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
@@ -279,29 +279,27 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
             continue  # the rule only holds for further requests of results that an earlier rule explains
         explained |= wrong_inside
         of_region = [units.results[number] for number in np.flatnonzero(wrong_inside)]
-        region = Region(
-            literals=rule,
-            held=held,
-            wrong=len(of_region),
-            results=int(inside.sum()),
-            right_outside=int((~inside & ~wrong).sum()),
-            outside=int((~inside).sum()),
-            smallest=_smallest(of_region),
-            is_nan=all(result.features.get("dead") == "nan" for _, result in of_region),
-            is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
+        found.append(
+            Region(
+                literals=rule,
+                held=held,
+                wrong=len(of_region),
+                results=int(inside.sum()),
+                right_outside=int((~inside & ~wrong).sum()),
+                outside=int((~inside).sum()),
+                smallest=_smallest(of_region),
+                is_nan=all(result.features.get("dead") == "nan" for _, result in of_region),
+                is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
+            )
         )
-        found.append(region)
     return found, int((wrong & ~explained).sum())
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
     def size(each: CaseResult) -> tuple[bool, bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
-        return (
-            not each.verdict.sent_by,
-            each.result.example is None,
-            math.prod(max(int(number), 1) for number in numbers),
-        )
+        product = math.prod(max(int(number), 1) for number in numbers)
+        return not each.verdict.sent_by, each.result.example is None, product
 
     return min(wrong, key=size)
 
@@ -336,6 +334,9 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
+    """Return for each function a sentence that names checks without an error of their own: in each of their wrong cases,
+    the first call is wrong already. A first call that fails does not count.
+    """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         is_recorded = isinstance(verdict.case, RecordedCase)  # a recorded case has only one call

@@ -123,6 +123,11 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
+    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals,
+    groups]. `bad` and `good` are the weights of the wrong and of the right units in each group, `costs` the bits of each
+    literal.
+    """
+
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
         self.literals, holds, self.costs = _table(units)
         _, first, where = np.unique(np.packbits(holds, axis=0), axis=1, return_index=True, return_inverse=True)
@@ -202,6 +207,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
+        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -244,11 +250,15 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
+    """Return the entropy in bits of two counts: the sum of n log2((bad + good) / n) for n = bad and n = good."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
+    """Return the literals that hold for some but not all units, where they hold (bool [literals, units]), and their costs
+    in bits. Of literals that hold for the same units, the cheapest is kept; of these, the first in `FEATURES`.
+    """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}
     for name in [*filter(names.__contains__, FEATURES), *sorted(names - FEATURES.keys())]:

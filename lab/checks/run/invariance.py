@@ -129,9 +129,7 @@ def invariance(
         require: keys of the factors that must not change a bit. They are tried too.
         settings: other settings of `judge`, such as `level`, `ranges` and `functions`.
 
-    Raises:
-        ValueError: there is no such factor, a setting is invalid, or the implementation has no function to judge.
-        lab.loading.LoadError: the implementation cannot be imported.
+    Raises ValueError if there is no such factor, and the errors of `judge`.
     """
     known = {factor.key: factor for factor in FACTORS}
     if unknown := [name for name in (*factors, *require) if name not in known]:

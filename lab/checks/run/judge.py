@@ -98,7 +98,7 @@ def judge(
         seed: seed of random choices, instead of the seed in `ranges` (default 0).
         profile: name of an engine ("sglang" or "vllm"), to judge only the cases that this engine sends; "" for all cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
-        shard: the part of the run to judge, such as "3/8". `lab.checks.run.merging.merged` unites the reports of all parts.
+        shard: the part of the run to judge, such as "3/8". `lab.checks.record.merged` unites the reports of all parts.
 
     Raises:
         ValueError: the implementation has none of the functions, a setting is invalid, or a name in `refusals` is no exception.

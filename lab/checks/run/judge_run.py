@@ -126,16 +126,16 @@ class Run:
                 self._runs[verdict.check, verdict.interface].keep(self.known(verdict), is_planned=False)
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
-        if unended := in_turns(waits_of_each, self._goes_on, self.end + GRACE_S):
+        def goes_on() -> bool:
+            if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
+                self._save(goes_on=True)
+            return not self.is_stopped
+
+        if unended := in_turns(waits_of_each, goes_on, self.end + GRACE_S):
             # These cases still run after the end: they are left out, because the kernel may hang.
             ended = f"the time was over while {unended} of them ran"
             self.report = replace(self.report, unended=unended, ended=ended)
             self.pool.stop()
-
-    def _goes_on(self) -> bool:
-        if self._file is not None and not self.is_stopped and time.monotonic() > self._next_write:
-            self._save(goes_on=True)
-        return not self.is_stopped
 
     def _report_so_far(self) -> Report:
         runs = self._runs.values()
@@ -321,6 +321,9 @@ class CheckRun:
             raise
 
     def _begun(self, case: Any, drawn: bool, end: float = math.inf) -> tuple[Pending | None, Callable[[], CaseVerdict]]:
+        """Submit a case, and return its `Pending` and a function that waits for the verdict; None and the earlier report's
+        verdict if this is right or declined.
+        """
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
@@ -350,7 +353,9 @@ def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambd
             if len(futures) == len(waiting):
                 left = None if end == math.inf else max(end - time.monotonic(), 0)
                 wait_for_futures(futures, left, FIRST_COMPLETED)
-            ready = next((at for at, (_, pending) in enumerate(waiting) if pending.is_ready), None)
+            ready = next(
+                (at for at, (_, each) in enumerate(waiting) if each.future is None or each.future.done()), None
+            )
             if ready is None:
                 return sum(pending.future is not None and pending.future.running() for _, pending in waiting)
             waits, _ = waiting.pop(ready)

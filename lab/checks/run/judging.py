@@ -68,12 +68,8 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
     The K/V pool, the metadata and the kernel's arguments are built as an engine builds them. All memory that must not
     be read is poisoned. The expected output is computed from the histories, as they were written token by token, and
-    never from a page table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
-
-    Args:
-        implementation: a module or object with the functions that the pass calls, or its name.
-        case: the pass.
-        device: the device to run on; None for a GPU if there is one, else the CPU.
+    never from a page table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel. The
+    arguments are those of `judge_case`.
     """
     return judge_case(implementation, "M1", case, device)
 
@@ -176,6 +172,9 @@ def is_of_memory(error: Exception) -> bool:
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
+    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. Such a difference
+    can make the numbers of bf16 calls wrong, but not their shapes.
+    """
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
         return False

@@ -98,10 +98,6 @@ def wrong_requests(sentence: str) -> list[int]:
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
-def has_heads_without_pages(case: Any, _: str) -> bool:
-    return getattr(case_of(case), "head_pages", None) is HeadPages.SOME_NONE
-
-
 def case_of(case: Any) -> Any:
     """Return the attention case of a `Configuration`, and any other case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
@@ -139,18 +135,14 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
     return bool(seen[request] < case.q_lens[request])
 
 
-def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    return bool(32 <= case.kv_lens[request] < case.q_lens[request])
-
-
-def _has_more_keys_than_pages(case: Any, request: int) -> bool:
-    return bool(case.kv_lens[request] > -(-case.kv_lens[request] // case.page_size))
-
-
 has_no_keys, only_without_keys = some_request(_has_no_keys), all_wrong_requests(_has_no_keys)
 has_fewer_keys_than_rows = some_request(_has_fewer_keys_than_rows)
 only_fewer_keys_than_rows = all_wrong_requests(_has_fewer_keys_than_rows)
-only_rows_before_the_first_tile = all_wrong_requests(_begins_before_the_first_tile, some_if_unnamed=True)
+# FA2 omits the causal mask for tiles of 32 rows before the first key.
+only_rows_before_the_first_tile = all_wrong_requests(
+    lambda case, request: 32 <= case.kv_lens[request] < case.q_lens[request], some_if_unnamed=True
+)
+has_heads_without_pages = of_case(lambda case: getattr(case, "head_pages", None) is HeadPages.SOME_NONE)
 has_window = of_case(lambda case: case.window_left >= 0)
 has_sinks = of_case(lambda case: case.sinks)
 has_low_logits = of_case(lambda case: case.contents is Contents.LOW)
@@ -206,7 +198,8 @@ def offsets_count_pages(case: Any, sentence: str) -> bool:
     else:
         has_long_rows = all_wrong_requests(lambda case, request: case.q_lens[request] > case.decode_threshold)
         counts_pages = getattr(case, "engine", None) is Engine.VLLM and has_long_rows(case, sentence)
-    return counts_pages and all_wrong_requests(_has_more_keys_than_pages)(case, sentence)
+    more_keys_than_pages = all_wrong_requests(lambda call, request: call.kv_lens[request] > 1 < call.page_size)
+    return counts_pages and more_keys_than_pages(case, sentence)
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:

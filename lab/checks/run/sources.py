@@ -40,6 +40,13 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def _digest(name: str) -> str:
+    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
+    these sources or libraries read. A file counts by its content and its path relative to a folder of `sys.path`.
+
+    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
+    and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
+    folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
+    """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
     places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -77,6 +84,7 @@ def _words(source: bytes) -> frozenset[str]:
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
+    """Return further files, not in `paths` and `without`, that the Python files `paths` import, directly or indirectly."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     names_in = functools.cache(_names_in)  # of this digest alone: files change between two
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -117,6 +125,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @functools.cache
 def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
+    """Return the imports of a Python source as (number of leading dots, name); () if it cannot be parsed."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):

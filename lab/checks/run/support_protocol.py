@@ -134,6 +134,7 @@ def is_capturing() -> bool:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
+    """Return torch's version counters of the arguments: a torch operation that writes increases them, a kernel does not."""
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
     return [part._version for part in tensors if isinstance(part, Tensor) and not part.is_inference()]
@@ -157,6 +158,11 @@ def _is_refusal(
 
 
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
+    """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
+
+    If Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package further down, it
+    is no decision to refuse the call. `packages` has the package of each frame of the traceback.
+    """
     if not packages:  # a compiled function
         return True
     last: Any = error.__traceback__
@@ -171,6 +177,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
+    """Return the package of a frame's code: `LIBRARY` for Python's own library, "" for code that is not installed."""
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -186,6 +193,9 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
+    """Return True if a TypeError says that the function has no parameter for an argument or, if its signature is unknown or
+    has `**keywords`, that a required argument is missing.
+    """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)
@@ -234,18 +244,16 @@ def _forms(interface: AttentionCall, arguments: Arguments, refusal: str, by_engi
         yield _EquivalentForm("an output handed out", functools.partial(_with_out, interface))
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     if takes_mask and (arguments.get("q_len_per_req") or 1) > 1 and arguments.get("mask") is None:
-        yield _EquivalentForm("the causal mask of its rows", _with_causal_mask)
+        mask = functools.partial(_causal_mask, len(arguments["seq_lens"]), arguments["q_len_per_req"])
+        yield _EquivalentForm(
+            "the causal mask of its rows", lambda given: given | {"mask": mask(given["query"].device)}
+        )
 
 
 def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
     query, problem = arguments["query"], CALL_TYPES[interface](**arguments).problem()
     shape = (*query.shape[:-1], problem.v_head_dim)
     return arguments | {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
-
-
-def _with_causal_mask(arguments: Arguments) -> Arguments:
-    q_len, device = arguments["q_len_per_req"], arguments["query"].device
-    return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
 
 
 @functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay

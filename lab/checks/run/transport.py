@@ -65,6 +65,9 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
+        """Set attributes of an unpickled object (the pickle opcode BUILD), if it is an instance of a dataclass or an
+        exception: a changed class or enum member would change the judge in this process.
+        """
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
             raise pickle.UnpicklingError(f"it sets attributes of {instance!r}")

@@ -113,8 +113,9 @@ class Judged:
     worst_ratio: float = 0.0  # largest ratio of an error to its bound
     judged: int = 0  # number of results that were compared
     results: tuple[CheckedResult, ...] = ()
-    # The first output of a case that may be audited (`lab.checks.run.audit`)
-    output: SavedOutput | None = field(default=None, repr=False, compare=False)
+    output: SavedOutput | None = field(
+        default=None, repr=False, compare=False
+    )  # the first, of a case that may be audited
     remarks: tuple[str, ...] = ()  # notes for the reader, which do not change the outcome
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
@@ -138,8 +139,7 @@ class CaseVerdict:
     ranges: Ranges = field(default_factory=Ranges)  #: the parameter values within which the check varied the case
     drawn: bool = False  #: whether the case is random. A wrong random case was shrunk to a smaller wrong case.
     finding: str = ""  #: for a KNOWN case, the page and heading that describe the failure
-    #: number of the case in its report, from 1; 0 without a report. A run that continues an earlier report keeps its numbers.
-    number: int = 0
+    number: int = 0  #: number of the case in its report, from 1; 0 without a report
     recorded_in: str = ""  #: path of the report's file, or ""
     #: names of the engines (`lab.checks.parameters.profiles`) that send the case and, if results are wrong, a wrong call
     sent_by: tuple[str, ...] = ()

@@ -59,10 +59,6 @@ class Pending:
     def __call__(self) -> Judged:
         return credible(self.result())
 
-    @property
-    def is_ready(self) -> bool:
-        return self.future is None or self.future.done()
-
 
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
@@ -96,7 +92,7 @@ class Workers:
             made = tempfile.TemporaryDirectory(prefix="lab-judge-", ignore_cleanup_errors=True)
             self._folder = Path(self._stack.enter_context(made))
             self._stack.enter_context(transport.guarded())
-            self._stack.callback(self._end_pools)
+            self._stack.callback(self.stop)
             self._stack.callback(self._is_over.set)
             threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -113,7 +109,8 @@ class Workers:
             workers, context=context, initializer=_begin, initargs=(dict(os.environ), self.device, begun)
         )
 
-    def _end_pools(self) -> None:
+    def stop(self) -> None:
+        """End all workers and the cases that they are judging. The next submitted case starts new workers."""
         with self._lock:
             for pool in filter(None, (self._pool, self._pool_without_kernel)):
                 pool.stop()
@@ -121,10 +118,11 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
+        """Stop all workers if no case ends in time: a kernel may have damaged the pipe that they share."""
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
             if limits_s and time.monotonic() > self._last_end + max(limits_s.values()) + START_LIMIT_S:
-                self._end_pools()
+                self.stop()
                 for future in limits_s:
                     with suppress(InvalidStateError):
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
@@ -155,11 +153,6 @@ class Workers:
         self._has_worked = True
         return answer
 
-    def stop(self) -> None:
-        """End all workers and the cases that they are judging. The next submitted case starts new workers."""
-        if self.is_apart:
-            self._end_pools()
-
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Return what `work` returns in a process without the kernel's code; FAILED if it raises an error there."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
@@ -187,7 +180,7 @@ class Workers:
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         pool = self._pool
         if pool is None or not pool.active:  # a worker that died between two cases ended its pool
-            self._end_pools()
+            self.stop()
             pool = self._pool = self._new_pool(self.workers)
         limit_s = limit_s or self.time_limit_s
         future = pool.schedule(work, args=arguments, timeout=limit_s)
@@ -241,6 +234,7 @@ def _ending(exitcode: int | None) -> str:
 
 
 def _context() -> multiprocessing.context.BaseContext:
+    """Return a context whose processes start fast: forks of one that has imported torch and not initialised CUDA."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -292,6 +286,9 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
+    """Judge a case in a worker. If the kernel destroyed the CUDA context or used up all file descriptors, write the errors
+    to `last_words`, one per line, and end the worker with the exit status `SPOILED`.
+    """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
     with _stack_file(last_words).open("w") as stack, last_words.open("w") as words:
@@ -329,6 +326,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
+    """Return words for the function calls in which a worker was shortly before its time limit."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last

@@ -16,8 +16,7 @@ from lab.checks.parameters.circumstances import OF_ALL_SHARDS, circumstances
 from lab.checks.parameters.coverage import tuples_by_outcome
 from lab.checks.parameters.covering import Model, Point, Shard, Values
 from lab.checks.parameters.models import MODELS
-from lab.checks.record import ReportError, read_case
-from lab.checks.run.merging import merged
+from lab.checks.record import ReportError, merged, read_case
 from lab.exit_status import ExitStatus
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface, MetadataFunction
