@@ -57,7 +57,7 @@ def judge_case(
     """
     where = device_of(device)
     name, loaded = named_implementation(implementation)
-    (chosen,) = checks_named(check)
+    chosen = checks_by_key().get(check) or checks_named(check)[0]
     interface = getattr(case, "interface", chosen.interfaces[0])
     judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)

@@ -121,6 +121,7 @@ class AttentionInputs:
         arguments: dict[str, Any] = {
             "query": self.query,
             "kv_cache": (self.k_pages, self.v_pages),
+            "workspace_buffer": new_workspace(device),
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
             "bmm1_scale": self.bmm1_scale,
@@ -178,7 +179,7 @@ class AttentionInputs:
                 arguments |= {"enable_dcp": True, "causal_seqlens_kv_global": ends, "return_lse_base": "base2"}
             else:
                 arguments["causal_seqlens_kv_global"] = ends - q_lens[0]
-        return arguments | {"workspace_buffer": new_workspace(device)}
+        return arguments
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
