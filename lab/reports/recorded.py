@@ -106,7 +106,7 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
     try:
         content = read_json(path)
     except OSError as error:
-        raise RecordedFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise RecordedFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RecordedFileError(f"{path}: not JSON: {error}") from error
     environment = content.get("environment") if isinstance(content, Mapping) else None
