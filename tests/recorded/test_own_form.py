@@ -32,7 +32,7 @@ from tests.recorded.record_calls import decode_arguments
 
 ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
 VERSIONS = {"flashinfer": "0.7.2"}
-DESCRIPTION_BYTES = 1100  # of a file at most: names, shapes, strides and versions
+DESCRIPTION_BYTES = 1000  # of a file at most: names, shapes, strides and versions
 
 
 class _LocalText(str):
