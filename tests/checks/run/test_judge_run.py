@@ -13,7 +13,6 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Level, Outcome, Ranges, Report
-from lab.checks.parameters.covering import Shard
 from lab.checks.properties.check import Check
 from lab.checks.run import audit, judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
@@ -83,7 +82,7 @@ def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
 
 
 def test_rounds_follow_before_the_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    def following(interface: Any, ranges: Ranges, verdicts: Sequence[CaseVerdict], _: Shard) -> list[int]:
+    def following(_: Any, verdicts: Sequence[CaseVerdict]) -> list[int]:
         return [100 + len(verdicts)]
 
     check = drawing(a_check(more={Level.FULL: (following, following)}), monkeypatch, 7, 8)
