@@ -1,10 +1,8 @@
 """Measure the errors of quantised K/V caches and of right kernels, and the elements that exceed the tolerance of a test.
 
-The *quantisation error* is the difference of float64 attention on the stored K and V from float64 attention on the original K
-and V. No kernel can avoid it. The *control* is attention by low-precision torch operations on the
-stored K and V, and stands for a right kernel. The *kernel's error* is the difference of the control from float64 attention on
-the same stored K and V. The judge allows a multiple of the kernel's error (`lab.references.errors`). All
-requests have one query row and one K/V head, which `group` query heads share.
+The *quantisation error* is the difference of float64 attention on the stored K and V from that on the original K and V. The
+*control*, attention by low-precision torch operations on the stored K and V, stands for a right kernel. The *kernel's error*
+is its difference from float64 attention on the same K and V; the judge allows a multiple of it (`lab.references.errors`).
 """
 
 import itertools
@@ -104,9 +102,9 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the requests of the decode and context calls in `cases`. Each K/V head of a request becomes one request, with
-    the last query row and the keys in its window. Sinks are left out. Raises ValueError if a call cannot be read, or its
-    cache is quantised, so that the original K and V are not known.
+    """Yield the last query row and the keys in its window of each request and K/V head of the decode and context calls,
+    without sinks. Raises ValueError if a call cannot be read, or its cache is quantised, so that the original K and V are
+    not known.
     """
     for case in cases:
         if case.interface not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
@@ -174,18 +172,13 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel`, for the setting's cache.
+    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel`, a function with the arguments of
+    FlashInfer's decode call, for the setting's cache. `atol` and `rtol` are the tolerance of a test.
 
-    Args:
-        atol, rtol: the tolerance of a test.
-        kernel: a function with the arguments of FlashInfer's decode call; None: no kernel is measured.
-
-    Returns:
-        A dict with the fields of the setting and these numbers: `vectors` is the number of output vectors. `quantisation`,
-            `kernel` and `bound` are the medians over vectors of the quantisation error, of the control's error and of the
-            judge's bound. `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors
-            exceed the tolerance. With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to
-            bound.
+    Returns the fields of the setting and these numbers: `vectors` is the number of output vectors. `quantisation`, `kernel`
+    and `bound` are medians over vectors of the quantisation error, of the control's error and of the judge's bound.
+    `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors exceed the tolerance.
+    With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to bound.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
@@ -269,9 +262,8 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return four tensors [requests] and the number of elements of all requests. The tensors are: mismatches of the control;
-    mismatches of a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference
-    that the judge allows.
+    """Return four tensors [requests], and the number of elements of all: mismatches of the control, and of a kernel whose
+    errors equal the judge's bound; the control's largest difference, and the largest that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:
@@ -291,8 +283,7 @@ def _simulated(
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
     """Return the probability of `count` or more events in a test, estimated from a simulation whose requests had `counts`.
 
-    This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940): given the sum of both counts, an
-    event is one of the test with the probability elements / (elements + simulated). Events of one request are not
+    This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940). Events of one request are not
     independent, so both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated
     events this ratio is unknown, and all events of the test count as one.
     """

@@ -27,8 +27,8 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise ModuleNotFoundError unless all these packages, which a part of the lab needs, are installed. The message names
-    `part`, the packages and the pip extra that installs them. No package is imported.
+    """Raise ModuleNotFoundError, which names `part` and the pip extra, unless these packages are installed. None is
+    imported.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

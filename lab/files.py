@@ -17,9 +17,8 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to the file `path` atomically, in UTF-8 with escapes for halves of surrogate pairs, compressed by gzip if
-    the name ends in ".gz". Missing parent folders are created. For a symbolic link, its target is written. Raises OSError
-    with the file's name; an old file is then unchanged.
+    """Write `text` atomically, in UTF-8 with escapes for halves of surrogate pairs, compressed if the name ends in ".gz".
+    Missing folders are created; a symbolic link's target is written. Raises OSError with the file's name; an old file stays.
     """
     target = Path(os.path.realpath(path))  # which raises nothing for a link to itself
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -49,9 +48,7 @@ def regular(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; decompress it if its name ends in ".gz". Raise OSError if it cannot be read or is no gzip file,
-    ValueError if it is not JSON, truncated, or nested too deep.
-    """
+    """Read a JSON file, decompressed if its name ends in ".gz". Raise OSError or ValueError for one that is damaged."""
     content = regular(path).read_bytes()
     try:
         content = gzip.decompress(content) if path.suffix == COMPRESSED else content

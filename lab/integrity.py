@@ -170,13 +170,14 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         inner = [value.__func__]
     else:
         inner = [getattr(value, "func", None), getattr(value, "__wrapped__", None), value]
-    yield from filter(_is_function, inner)
+    yield from (each for each in inner if isinstance(each, types.FunctionType))
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
     """Return the parts of a function that assignments can replace: its code, its defaults, and the functions in its closure."""
     keywords = (function.__kwdefaults__ or {}).items()
-    cells = [held for cell in function.__closure__ or () if _is_function(held := _contents(cell))]
+    held = map(_contents, function.__closure__ or ())
+    cells = [each for each in held if isinstance(each, types.FunctionType)]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
 
 
@@ -199,8 +200,8 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses in memory of all recorded objects as bytes; None if an object is gone. Equal bytes mean that no
-    object was replaced. No Python function is called per object, because this runs after every judged case.
+    """Return the addresses of all recorded objects as bytes, which are equal if no object was replaced; None if one is gone.
+    No Python function is called per object, because this runs after every judged case.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:
@@ -213,10 +214,6 @@ def _addresses(
 def _differs(function: types.FunctionType, parts: tuple[Any, ...], is_same: Callable[..., bool] = operator.is_) -> bool:
     now = _parts(function)
     return len(now) != len(parts) or not all(map(is_same, now, parts))
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, types.FunctionType)
 
 
 def _contents(cell: Any) -> Any:
@@ -263,11 +260,8 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "gc.callbacks", list(gc.callbacks)
     yield "sys.meta_path", tuple(map(id, sys.meta_path))
     for name in OPERATORS:
-        yield f"torch's operator aten::{name}", _kernels_of(name)
-
-
-def _kernels_of(name: str) -> str:
-    return "".join(map(torch._C._dispatch_dump, _overloads(name)))
+        # Dispatch tables, with the source line that registered each kernel.
+        yield f"torch's operator aten::{name}", "".join(map(torch._C._dispatch_dump, _overloads(name)))
 
 
 @functools.cache

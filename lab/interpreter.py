@@ -1,8 +1,8 @@
 """Speed up Triton's interpreter, and distinguish its limits and its errors with bf16 from errors of a kernel.
 
-A launch replaces the functions of `triton.language` in the kernel's module. Triton 3.7 searches for them at every call of a
-`@triton.jit` function, half of the time of a kernel with many helpers; here once per launch. It also computes each sum and
-product of integers again in 64 bits, for `device_assert`, and builds its table of NumPy dtypes for each lookup; no longer.
+Triton 3.7 searches for the functions of `triton.language` at every call of a `@triton.jit` function, half of the time of a
+kernel with many helpers; here once per launch. It also computes each sum and product of integers again in 64 bits, for
+`device_assert`, and builds its table of NumPy dtypes for each lookup; no longer.
 """
 
 import functools
@@ -57,9 +57,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Speed up Triton's interpreter in this process; do nothing if Triton has not imported it. Only the lab's own processes
-    call this (workers of the judge, and tests), because it changes functions of Triton.
-    """
+    """Speed up Triton's interpreter, if it is imported, in a process of the lab's own: this changes functions of Triton."""
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
         _change(interpreter)
@@ -100,8 +98,8 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Record what the interpreter's operations on bf16 in this process do while the context is open. A kernel that converts
-    to float32 before it computes, and rounds before it converts to bf16, sets neither field.
+    """Record what the interpreter does with bf16 while the context is open. A kernel that converts to float32 before it
+    computes, and rounds before it converts to bf16, sets neither field.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -140,8 +138,8 @@ def _dtype_of(operand: Any) -> str:
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence about a limit of Triton's interpreter if it caused an error; "" if the kernel may be wrong. It has
-    no inline assembly, and does not replace a function of `triton.language` that a kernel imported under another name.
+    """Return a sentence about a limit of the interpreter, such as inline assembly or a function of `triton.language` that
+    was imported under another name, if it caused an error; "" if the kernel may be wrong.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause

@@ -12,6 +12,8 @@ import torch
 PEERS = ("flash-attn-4", "sgl-flash-mla", "sglang", "vllm")
 PACKAGES = ("torch", "triton", "flashinfer-python", "pytest-benchmark", "numpy", "scipy", "cupti-python", *PEERS)
 GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+# The GPU follows by its UUID, because nvidia-smi numbers all GPUs, and torch only those in CUDA_VISIBLE_DEVICES.
+NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader", "-i")
 
 
 def environment() -> dict[str, Any]:
@@ -31,7 +33,9 @@ def environment() -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
             "cuda": torch.version.cuda,
-            "nvidia_smi": _nvidia_smi(str(properties.uuid)),
+            "nvidia_smi": dict(
+                zip(GPU_FIELDS, output_of([*NVIDIA_SMI, f"GPU-{properties.uuid}"]).split(", "), strict=False)
+            ),
         }
     return facts
 
@@ -49,12 +53,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _nvidia_smi(uuid: str) -> dict[str, str]:
-    query = f"--query-gpu={','.join(GPU_FIELDS)}"
-    line = output_of(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
-    return dict(zip(GPU_FIELDS, line.split(", "), strict=False))
 
 
 def output_of(command: list[str]) -> str:

@@ -89,11 +89,9 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass or read one recorded call, and time it on several implementations with interleaved samples.
-
-    Outputs are checked before and after. All implementations read the same tensors, drawn from the seed (None: a new seed).
-    Planning on the host (`lab.kernels.PlannedOnce`) precedes the samples; its host time is the field `plan_us`. Returns for
-    each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented it:
+    """Build one pass or read one recorded call, and time it on several implementations, which read the same tensors, with
+    interleaved samples. Planning on the host (`lab.kernels.PlannedOnce`) precedes them; its host time is `plan_us`. Returns
+    for each (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented it:
     DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     try:

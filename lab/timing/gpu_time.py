@@ -113,11 +113,9 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order.
-
-    `seed`, of the tensors' contents, repeats those of an earlier measurement; None draws a seed. Raises WrongWorkError for
-    wrong results or a refused time, ValueError if the method cannot time a call, and names one that can, and RuntimeError if
-    torch cannot capture it or `lab.timing.cupti` not record it.
+    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. `seed`
+    repeats the contents of an earlier measurement. Raises WrongWorkError for wrong results or a refused time, ValueError if
+    the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
     """
     staged = {}
     for name, work in works.items():
@@ -155,12 +153,11 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure staged calls as `measure_interleaved` does. Return each time, or the error that prevented it: AssertionError
-    for wrong results, or RefusedTimeError.
+    """Measure staged calls as `measure_interleaved` does. Return each time, or the AssertionError or RefusedTimeError.
 
     Between two samples of a call, all buffers (copies of its tensors) get new queries and lengths, some get new K, V and
-    pages, and outputs are filled with NaN. Results are judged after the last sample of all calls: a part of the results of
-    one buffer for each sample, and for the last sample a part of the results of every buffer and all results of one buffer.
+    pages, and outputs are filled with NaN. Results are judged after the last sample of all calls: a part of those of one
+    buffer for each sample, for the last sample a part of those of every buffer and all of one.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -255,11 +252,9 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Run the call once untimed, draw new inputs, and fill L2.
-
-    The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all
-    queries are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would
-    otherwise be written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
+    """Run the call once untimed, draw new inputs, and fill L2. The untimed run leaves the code caches and L2 as between
+    consecutive runs. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
+    written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
     """
     refuse_foreign_threads()
     contents.renew_tokens(turn)

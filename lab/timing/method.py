@@ -37,22 +37,18 @@ _CACHES = {
 
 
 # Pairs that time nothing, with the reason and what to take instead.
-_REFUSED = {
-    (
-        Clock.GRAPH,
-        L2.COLD_FLUSH,
-    ): "the graph clock times many calls in one replay, and a flush between them would be timed too: "
-    "take L2.COLD_ROTATION, or Clock.CUPTI",
-    (Clock.EVENTS, L2.COLD_ROTATION): "the events clock times one call a sample, for which no buffers take turns: "
-    "take L2.COLD_FLUSH",
-}
+_FLUSH_IN_REPLAY = (
+    "the graph clock times many calls in one replay, and a flush between them would be timed too: "
+    "take L2.COLD_ROTATION, or Clock.CUPTI"
+)
+_NO_TURNS = "the events clock times one call a sample, for which no buffers take turns: take L2.COLD_FLUSH"
+_REFUSED = {(Clock.GRAPH, L2.COLD_FLUSH): _FLUSH_IN_REPLAY, (Clock.EVENTS, L2.COLD_ROTATION): _NO_TURNS}
 
 
 @dataclass(frozen=True)
 class Method:
     """How a GPU time is measured. GRAPH's events add about 2 µs per replay, a small part of a graph of many calls. EVENTS
-    includes the host's time between two launches. Raises ValueError for GRAPH with COLD_FLUSH, and EVENTS with
-    COLD_ROTATION.
+    includes the host's time between two launches. Raises ValueError for a pair in `_REFUSED`.
     """
 
     clock: Clock

@@ -27,8 +27,8 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The memory and matrix rates that large simple kernels reached on this GPU in this run, and its datasheet's rates: GB/s
-    (10**9) of bytes read plus written by a large elementwise kernel, TFLOP/s of a large bf16 matrix product on random data.
+    """The rates that large simple kernels reached on this GPU in this run: GB/s (10**9) of bytes read plus written, and
+    TFLOP/s of a bf16 matrix product on random data. `datasheet` has the vendor's.
     """
 
     bandwidth_gbps: float

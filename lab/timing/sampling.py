@@ -55,8 +55,7 @@ def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
     """Return a sample of each step by CUDA events. Every `read_every`-th step the device's state is read. With `queued` the
-    GPU spins while the host launches the timed function. Otherwise it is idle, and the sample includes the host's launch
-    time.
+    GPU spins while the host launches; otherwise a sample includes the host's launch time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []

@@ -183,8 +183,7 @@ def _long_enough(
     buffers: list[GpuWork], calls: list[Call], stream: torch.cuda.Stream, *, is_rotated: bool
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls. With rotation each call has its own
-    buffer as far as memory allows, so that no call can reuse the result of an earlier call on the same contents; new buffers
-    and calls are appended to both lists.
+    buffer as far as memory allows, so that none can reuse the result of an earlier call; both lists grow.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY

@@ -1,10 +1,8 @@
 """Decide whether the second of two sets of time samples is FASTER, SLOWER, the SAME or UNSURE.
 
-A rank test shows whether there is a difference, an interval how large it can be, and a minimum effect whether it
-matters. The minimum effect is needed because the samples of one run share buffers, clocks and a warm-up. Two runs of
-the same code therefore differ by more than the scatter within a run, and a rank test alone would call the difference
-significant. Variants that are interleaved within one process share all of these, so their minimum effect is 1 % instead
-of 3 %.
+The samples of one run share buffers, clocks and a warm-up, so that two runs of the same code differ by more than the scatter
+within a run, and a rank test alone would call this significant. So there is a minimum effect: 3 %, or 1 % for variants that
+are interleaved within one process.
 """
 
 import enum
@@ -135,8 +133,8 @@ def compare_samples(
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times: by `compare_samples` if both have samples, else by the interval that contains the ratio if
-    each time lies between its quartiles, without a rank test. Medians alone give UNSURE. For normal samples this interval is
-    as wide as the 99 % interval of 11 samples on each side (1.35 standard deviations); the lab takes more.
+    each time lies between its quartiles. For normal samples it is as wide as the 99 % interval of 11 samples a side. Medians
+    alone give UNSURE.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)

@@ -232,10 +232,6 @@ class AttentionCase:
         return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
     @cached_property
-    def num_rows(self) -> int:
-        return sum(self.q_lens)
-
-    @cached_property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 

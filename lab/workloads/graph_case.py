@@ -73,9 +73,8 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A sequence of CUDA graph replays of the MLA backend; with `compress_ratio`, of DeepSeek-V4's backend (DSV4); with
-    only `index_topk`, of the backend of DeepSeek sparse attention (DSA). Pages have 32 or 64 tokens, with DSV4 128.
-    `LatentLayer` documents the other sizes.
+    """A sequence of replays of the MLA backend; with `compress_ratio`, of DeepSeek-V4's (DSV4), pages of 128 tokens; with
+    only `index_topk`, of that of DeepSeek sparse attention (DSA). Other pages have 32 or 64 tokens.
     """
 
     page_size: int = 32

@@ -57,9 +57,7 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a token's latent entry, both key and value, and of the compressed entry of a group that ends
-        there.
-        """
+        """Return the shapes of a token's entry, both key and value, and of the compressed entry of a group that ends there."""
         return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
 

@@ -93,7 +93,6 @@ class Requests(PassLens):
             cache.write(in_cache(slots), *(side[start:] for side in history))
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return a `ForwardBatch` of these requests, with new tensors. Rows of padding follow theirs and have no slot."""
         return forward_batch(
             mode,
             torch.tensor(self.rows, device=self.pool.device),

@@ -92,7 +92,7 @@ def test_one_wrong_vector_is_named(case: AttentionCase) -> None:
     with pytest.raises(AssertionError) as found:
         assert_close_to_reference(out, **arguments)
     assert re.match(
-        rf"{case.interface.value}: 1 of {case.num_rows * 2} vectors are wrong, of requests \[1\]: "
+        rf"{case.interface.value}: 1 of {sum(case.q_lens) * 2} vectors are wrong, of requests \[1\]: "
         rf"row {case.q_lens[0]} \(request 1\) head 1"
         + (
             r": error [\d.]+, bound 0\.?\d*"

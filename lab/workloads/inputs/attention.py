@@ -273,7 +273,11 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     one = storage.page_seed % max(used, 1)
     ids = [page + storage.first_page if place == one or not storage.one_far else page for place, page in enumerate(ids)]
     pools = new_pools(case, storage.first_page + num_pages, device)
-    factors = _new_scale_factors(case, pools)
+    factors: list[Tensor] = []
+    if case.kv_dtype == NVFP4:
+        room, (pages, *page) = 2 if storage.gaps_in_scale_factors else 1, pools[0].shape
+        page[-1] = case.head_dim // NVFP4_BLOCK
+        factors = [*torch.empty(2, pages, room, *page, dtype=E4M3, device=device)[:, :, 0]]
     tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
     in_page = torch.arange(size)
     slots = torch.cat(
@@ -325,16 +329,6 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
     if case.storage.stacked:
         return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
     return list(torch.empty(2, num_pages, *page, **new).unbind(0))
-
-
-def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    if case.kv_dtype != NVFP4:
-        return []
-    pages, *page = pools[0].shape
-    page[-1] = case.head_dim // NVFP4_BLOCK
-    room = 2 if case.storage.gaps_in_scale_factors else 1
-    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
-    return list(whole[:, :, 0].unbind(0))
 
 
 def _block_tables(

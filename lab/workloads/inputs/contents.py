@@ -1,10 +1,9 @@
-"""The contents of tensors: draw queries, keys and values, store them in a cache's dtype, and fill all other memory with poison.
+"""The contents of tensors: draw queries, keys and values, store them in a cache's dtype, and fill all other memory with
+poison, which would change a result if a kernel read it.
 
-A needle is a key of a request that outweighs all other keys. Needles lie where an error of one position shows. Each K/V head
-has its own direction. Every query row has a component in this direction, and a needle is a key in this direction. The logit of
-a needle exceeds the other logits, which are within about ± 1, by `HEIGHT`.
-
-Poison is a value that would change a result if a kernel read it.
+A needle is a key that outweighs all other keys, where an error of one position shows. Each K/V head has its own direction.
+Needles are keys in this direction, every query row has a component in it, and a needle's logit exceeds the others, which are
+within about ± 1, by `HEIGHT`.
 """
 
 import math

@@ -164,9 +164,7 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return what to add to entries of `source`, which stand for `tokens` slots, so that slots exceed 32 bits, if they
-        can.
-        """
+        """Return what to add to entries of `source`, of `tokens` slots each, so that slots exceed 32 bits, if they can."""
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0
@@ -178,8 +176,8 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or a wrapper if it returns lists
-    (it has a parameter num_steps). The wrapper reads zeros beyond the columns of ``req_to_token``, and truncates long lists.
+    """Return a function that writes kv_indices and kv_indptr in place: `function`, or a wrapper if it returns lists, which
+    reads zeros beyond the columns of ``req_to_token`` and truncates long lists.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

@@ -219,7 +219,12 @@ def wrong_dsv4_metadata(
         compress_ratio = TOKENS_ALONE if is_draft else WITHOUT_INDEXER
     expected = dsv4_forward_metadata(batch, pool, compress_ratio=compress_ratio, topk_indices=topk_indices)
     rows, top_k = len(expected.seq_lens), 0
-    if wrong := _unreadable(metadata, rows, mode.is_prefill):
+    tables = ("seq_lens", "window", "page_table")
+    for name in (*tables, *(OF_DSV4_PREFILL if mode.is_prefill else ())):
+        if not isinstance(getattr(metadata, name), torch.Tensor):
+            return f"{name} is {getattr(metadata, name)}, not a tensor"
+    counts, count = {name: len(getattr(metadata, name)) for name in tables}, max(rows, len(metadata.seq_lens))
+    if wrong := _first_difference({f"the number of rows of {name}": (found, count) for name, found in counts.items()}):
         return wrong
     if topk_indices is not None:
         top_k = topk_indices.shape[1]
@@ -238,15 +243,6 @@ def wrong_dsv4_metadata(
             "max_q_len": (metadata.max_q_len, max(batch.extend_seq_lens_cpu or (), default=0)),
         }
     return _first_difference(pairs)
-
-
-def _unreadable(metadata: DSV4Metadata, rows: int, is_prefill: bool) -> str:
-    tables = ("seq_lens", "window", "page_table")
-    for name in (*tables, *(OF_DSV4_PREFILL if is_prefill else ())):
-        if not isinstance(getattr(metadata, name), torch.Tensor):
-            return f"{name} is {getattr(metadata, name)}, not a tensor"
-    counts, count = {name: len(getattr(metadata, name)) for name in tables}, max(rows, len(metadata.seq_lens))
-    return _first_difference({f"the number of rows of {name}": (found, count) for name, found in counts.items()})
 
 
 def wrong_mla_prefill_metadata(

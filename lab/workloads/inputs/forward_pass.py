@@ -266,10 +266,9 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Admit the case's requests and write their histories as an engine does. Return (batch, metadata).
-
-    Tokens before the query rows are written before the metadata is built, the query rows' tokens afterwards: to the batch's
-    slots or, with a window, to the metadata's slots. Pages before a window are evicted first, or for DeepSeek-V4 after that.
+    """Admit the case's requests and write their histories as an engine does. Return (batch, metadata). Query rows' tokens
+    are written after the metadata is built: to the batch's slots or, with a window, to the metadata's slots. Pages before a
+    window are evicted before the first write, or for DeepSeek-V4 after it.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):

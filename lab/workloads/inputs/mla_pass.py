@@ -38,11 +38,12 @@ BuildMLAMetadata = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A forward pass of the MLA backend, whose cache has paged latent entries. A history is (entries [kv_len, head_dim],).
+    """A forward pass of the MLA backend. A history is (entries [kv_len, head_dim],).
 
-    In DeepSeek sparse attention (DSA) rows select entries, at the positions `topk_indices`, int32 [rows, top_k]. In DeepSeek-V4
-    they see the tokens of their window and the compressed entries of groups of tokens, whose indices these are, and padding
-    rows follow. A history is then (entries, compressed entries); a group's entry is at the position of its last token.
+    In DeepSeek sparse attention (DSA) rows select entries, at the positions `topk_indices`, int32 [rows, top_k]. In
+    DeepSeek-V4 they see the tokens of their window and the compressed entries of groups of tokens, whose indices these are,
+    and padding rows follow. A history is then (entries, compressed entries); a group's entry is at the position of its last
+    token.
     """
 
     case: MLACase

@@ -216,9 +216,8 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield a sentence for each padding cell that is wrong after a replay: they must have row 0 of the request table,
-        the padding length, and slots and pages of page 0, the sink. An engine writes K and V of all rows, so a stale slot in
-        a padding row would overwrite another request's token.
+        """Yield a sentence for each wrong padding cell: they must have row 0 of the request table, the padding length, and
+        slots and pages of page 0, the sink, because an engine writes K and V of all rows.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()
