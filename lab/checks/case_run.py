@@ -290,11 +290,9 @@ class CaseRun:
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
             self.output = SavedOutput.of(result.out)  # before a kernel's timer can find the expected result
         truth = made(truth)
-        found = {kind: compare_output(result.out, truth, least_bound)}
+        self._compared(what, kind, compare_output(result.out, truth, least_bound), result.call)
         if result.lse is not None and result.out.shape == truth.expected.shape:
-            found["LSE" if kind == "output" else kind] = compare_lse(result.lse, truth)
-        for held, each in found.items():
-            self._compared(what, held, each, result.call)
+            self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
         """Expect that `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
