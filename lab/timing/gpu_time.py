@@ -113,9 +113,9 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. `seed`
-    repeats the contents of an earlier measurement. Raises WrongWorkError for wrong results or a refused time, ValueError if
-    the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
+    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order.
+    `seed` repeats the contents of an earlier measurement. Raises WrongWorkError for wrong results or a time that cannot
+    be right, ValueError if the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
     """
     staged = {}
     for name, work in works.items():
@@ -252,9 +252,9 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Run the call once untimed, draw new inputs, and fill L2. The untimed run leaves the code caches and L2 as between
-    consecutive runs. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
-    written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
+    """Run the call once untimed, so that its code is in the caches, draw new inputs, and fill L2 with other data. L2 is filled
+    last, also where buffers rotate: dirty lines of the new inputs would otherwise be written back during the sample, which
+    cost 7 to 20 µs per millisecond on an H100.
     """
     refuse_foreign_threads()
     contents.renew_tokens(turn)

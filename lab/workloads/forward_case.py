@@ -209,8 +209,8 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too, as with `split_mixed_tail`, and
-        in vLLM if some but not all requests have at most `decode_threshold` rows.
+        """Return the attention function that the pass calls. It is CONTEXT if the pass calls both CONTEXT and DECODE. A pass
+        calls both with `split_mixed_tail`, or in vLLM if some but not all requests have at most `decode_threshold` rows.
         """
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE

@@ -106,7 +106,9 @@ class PassCase(PassLens):
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set without meaning. `uses`: (whether it has a meaning, words about where)."""
+        """Raise ValueError if a field is set that the pass ignores. `uses` has, by the field's name, whether the pass uses the
+        field, and words that say which passes do.
+        """
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:

@@ -175,8 +175,8 @@ def forward_batch(
 
     Args:
         rows: ``req_pool_index`` of each request, [batch_size] int64.
-        prefix_lens: tokens of each request before the pass, [batch_size] int64, which become the batch's lengths if those of
-            the mode do not count new tokens. Prefills need `prefix_lens_cpu` too.
+        prefix_lens: tokens of each request before the pass, [batch_size] int64. In modes whose `seq_lens` do not count the
+            tokens of the pass, this tensor is the batch's `seq_lens`. Prefills need `prefix_lens_cpu` too.
         slots: slots of the query rows, [sum(q_lens)] int64.
     """
     new_lens = None

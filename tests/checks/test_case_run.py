@@ -100,6 +100,15 @@ def test_what_a_check_allows_is_allowed(run: CaseRun, truth: Truth) -> None:
     assert run.wrongs
 
 
+@pytest.mark.parametrize("kind", ["output", "merged"])
+def test_an_output_and_an_lse_are_compared_each(run: CaseRun, truth: Truth, kind: str) -> None:
+    """A wrong one stays wrong beside a right one."""
+    run.expect_close("this", Result(truth.expected * 1.1, truth.lse_log2), truth, kind=kind)
+    assert len(run.wrongs) == 1
+    run.expect_close("that", Result(truth.expected, truth.lse_log2 + 1), truth, kind=kind)
+    assert len(run.wrongs) == 2
+
+
 def test_what_is_not_finite_is_told_as_that_and_not_as_an_error(run: CaseRun, truth: Truth) -> None:
     out = truth.expected.clone()
     out[2, 0] = math.nan

@@ -100,7 +100,8 @@ class Number:
 class Choice:
     """A feature with one of several names as its value, such as a dtype. In words: "wherever <text> is <name>".
 
-    If `kinds` is given, the names are its members' in lower case, and the words have a member's value, up to a colon.
+    If `kinds` is given, a name is the name of one of its members in lower case, and the words show the member's value, up
+    to the first colon of the value, instead of the name.
     """
 
     text: str

@@ -249,7 +249,9 @@ class Replay:
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Make the call of a batch eagerly with the smallest host bound of its keys, and judge the output."""
+        """Make the call of a batch eagerly, with the length of its longest request as the bound of lengths, and judge the
+        output.
+        """
         self._load(batch)
         self._clear_out()
         bounds = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}

@@ -143,9 +143,9 @@ def _usual_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Con
 
 
 def _left_values(chosen: int, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains yet and, if the kernel accepts e4m3 queries,
-    each usual size with e4m3 queries. At most `chosen` values of a case are not defaults. If the kernel declines a default,
-    the first value that it accepts is the default instead.
+    """Yield cases that together contain each value that no judged case contains yet and, if the kernel accepts e4m3
+    queries, each usual head_dim and page_size with e4m3 queries. At most `chosen` values of a case are not defaults. If
+    the kernel declines a default, the first value that it accepts is the default instead.
     """
     model = _model(scope)
     judged, _ = tuples_by_outcome(model, verdicts)

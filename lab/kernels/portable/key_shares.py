@@ -157,7 +157,9 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return (first place, end, places of a share, request of the first place, first place of this request) of a share."""
+    """Return a share's first place, its end, the number of places in each share, the request that has the share's first place,
+    and the first place of this request.
+    """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
     end = tl.minimum(place + share_places, total)

@@ -106,7 +106,7 @@ def shares_of(
     """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix. If
-    the launch is `of_kind`, `problem.max_q_len` is the largest number of query tokens of its requests.
+    `of_kind`, the launch serves only requests with at most `problem.max_q_len` query tokens, such as a mixed batch's decodes.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0

@@ -70,7 +70,9 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for pairs of dimensions, such as (576, 512), whose names are `names`."""
+    """Return the support rule that a call's pair of dimensions, from `pair_of`, is one of `among`. `names` names the two
+    dimensions in the error, such as "(kv_lora_rank, qk_rope_head_dim)".
+    """
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 

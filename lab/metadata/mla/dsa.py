@@ -131,8 +131,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
         in `metadata` become 0.
 
-        Each call reads `topk_indices`, as in `DSAMetadata.places`, again. In a decode it may have as many rows as the query;
-        rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
+        `topk_indices` has the form of `DSAMetadata.places`, and is read anew by each call. In a decode it may have as
+        many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
         """
         rows = len(metadata.seq_lens)
         most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows

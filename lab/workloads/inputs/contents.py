@@ -188,7 +188,8 @@ def draw_histories(
 ) -> tuple[Tensor, list[History]]:
     """Return the query [num_rows, num_qo_heads, head_dim], and for each request its K and V, or its latent entries, [kv_len,
     num_kv_heads, head_dim] each: N(0, 1), float32. `needles` has positions of each request's needles. `head_dims` are those
-    of K and V, or of each entry; the first is the query's too. Branches of a request have the same tokens.
+    of K and V, or of each entry; the first is the query's too. The `lens.topk` draft branches of
+    a request share one history.
     """
 
     def randn(*shape: int) -> Tensor:
