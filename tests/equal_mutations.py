@@ -21,8 +21,10 @@ EQUAL_LENGTHS = {
     "lab/references/truth.py": (
         "for (keys, values), rows in zip(histories, selected, strict=True)",
         "for (keys, values), own in zip(histories, seen, strict=True)",
-        "for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):",
         "places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))",
+    ),
+    "lab/references/softmax_attention.py": (
+        "for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):",
     ),
     "lab/references/paged_attention.py": (
         "return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]",
@@ -79,12 +81,12 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() ** 1)",
     ): "a ratio at fault exceeds 1, and the others less the largest are at most 0",
     (
-        "lab/references/truth.py",
+        "lab/references/softmax_attention.py",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len ** query.shape[1], 1)",
     ): "it changes which requests are computed together, and so the memory that is used, and no result",
     (
-        "lab/references/truth.py",
+        "lab/references/softmax_attention.py",
         "rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))",
         "rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 2)))",
     ): "it changes how many rows are computed together, and so the memory that is used, and no result",
@@ -221,7 +223,7 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "remedy = f\"use {'one of ' if len(backends) != 1 else ''}{', '.join(backends)}\"",
     ): "every call has a backend",
     (
-        "lab/references/truth.py",
+        "lab/references/softmax_attention.py",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)",
         "elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 2)",
     ): "it changes which requests are computed together, and so the memory that is used, and no result",
@@ -266,7 +268,7 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "slopes.new_zeros(len(words)).index_add( -1, of_vectors.flatten(), side.expand_as(of_vectors).flatten())",
     ): "the sums have one dimension",
     (
-        "lab/references/truth.py",
+        "lab/references/softmax_attention.py",
         "with_control: bool = False,",
         "with_control: bool = True,",
     ): "the reference that leaves it out does not read the control",

@@ -18,7 +18,8 @@ from lab.references.errors import Truth
 from lab.references.paged_attention import plain_v_scales
 from lab.references.plain_attention import check_arithmetic
 from lab.references.quantization import dequantize_nvfp4
-from lab.references.truth import History, Rules, truth_of_requests, truth_of_selected, with_requests
+from lab.references.softmax_attention import History, Rules
+from lab.references.truth import truth_of_requests, truth_of_selected, with_requests
 
 NEXT_STEP = "`lab judge` with the kernel's module or file finds which other calls are wrong"
 

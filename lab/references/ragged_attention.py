@@ -9,8 +9,7 @@ import torch
 from lab.calls import takes
 from lab.calls.entry import with_own_settings
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.references.softmax_attention import rounded
-from lab.references.truth import Rules, solved_requests
+from lab.references.softmax_attention import Rules, rounded, solved_requests
 
 
 @takes(RaggedContextCall)

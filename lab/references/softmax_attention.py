@@ -10,13 +10,15 @@ The control is the same attention by plain low-precision torch operations. Its e
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lab.calls import Problem
 from lab.calls.problem import E4M3, Softmax
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
@@ -24,6 +26,8 @@ E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 # take 0.5 GiB on a CPU. The limit on K and V keeps short requests from being padded to long ones. It is larger on a GPU, where
 # the number of launches limits the speed.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
+# K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
+TOGETHER = 16
 # Largest number of elements of K or V in float64 at a time: 4 MiB, which a CPU's cache holds. On a GPU it is 256 MiB, because a
 # tile that fits its L2 is no faster, and each tile costs seven launches (results/nvidia-h200/README.md).
 TILE_ELEMENTS = 2**19
@@ -31,6 +35,36 @@ GPU_TILE_ELEMENTS = 2**25
 # Upper limit of the share of weights that skip-softmax leaves out. A threshold above 1 would leave out all.
 LARGEST_SHARE = 1 - 2.0**-40
 SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it compares it with the threshold
+History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rules(Softmax):
+    """How the rows of requests attend to keys: the masks, the softmax's scales and sinks, and the dtypes."""
+
+    arithmetic: torch.dtype  #: dtype of the control's operands
+    out_dtype: torch.dtype  #: dtype of the output
+    window_left: int = -1  #: number of keys before its own position that a row sees; -1 for all
+    causal: bool = True  #: False: every row sees every key
+    #: threshold of the weights that a kernel may leave out, as in `AttentionProblem`; 0 for none
+    skip_softmax: float = 0.0
+    #: bool [num_requests, q_len, q_len] or None: a draft mask, the keys that each row sees among its request's last q_len keys.
+    #: It replaces the causal rule.
+    shown: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
+        """Return the rules of a problem. `arithmetic` None is the query's dtype, or float32 for float64."""
+        dtype = problem.query.dtype if arithmetic is None else arithmetic
+        return cls(
+            **problem.terms(),
+            arithmetic=torch.float32 if dtype == torch.float64 else dtype,
+            out_dtype=problem.out_dtype,
+            window_left=problem.window_left,
+            causal=problem.causal,
+            skip_softmax=problem.skip_softmax,
+            shown=shown,
+        )
 
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -301,3 +335,52 @@ def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
     largest = values.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
     return (values / scale).to(dtype).to(torch.float32) * scale
+
+
+def solved_requests(
+    query: Tensor,
+    histories: Sequence[History],
+    q_lens: Sequence[int],
+    rules: Rules,
+    *,
+    with_control: bool = False,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Compute attention of the rows of consecutive requests, one piece at a time.
+
+    Yields:
+        For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
+        base 2, float64 [rows, num_qo_heads]; control, float32; `Truth.skipped`), the last two None unless `with_control`.
+    """
+    row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
+    most = PIECE_ELEMENTS[query.device.type]
+    for requests in _together(query, histories, q_lens, most // TOGETHER):
+        rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
+        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
+        keys, values = stacked([histories[request] for request in requests])
+        rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
+        for start in range(0, q_len, rows_at_once):
+            rows = range(start, min(start + rows_at_once, q_len))
+            visible = visible_to(
+                rows, q_len, keys.shape[1], shown, query.device, causal=rules.causal, window_left=rules.window_left
+            ).expand(len(requests), -1, -1)
+            place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
+            inputs = query[place], keys[:, :last], values[:, :last], visible, rules
+            out, lse_log2 = unchecked_attention(*inputs)
+            control = skipped = None
+            if with_control:
+                control = unchecked_eager_attention(*inputs, rules.arithmetic).flatten(0, 1)
+                threshold = rules.skip_softmax / max(keys.shape[1], 1)
+                skipped = skippable(*inputs, rules.arithmetic, threshold, out).flatten(0, 1)
+            yield place.flatten(), out.flatten(0, 1), lse_log2.flatten(0, 1), control, skipped
+
+
+def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
+        if q_len:
+            by_size.setdefault((len(keys), q_len), []).append(request)
+    for (kv_len, q_len), requests in by_size.items():
+        elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
+        at_once = max(1, most // elements)
+        yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))

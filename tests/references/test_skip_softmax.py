@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lab.references import assert_close_to_reference, trtllm_batch_decode_with_kv_cache
 from lab.references.errors import Truth
-from lab.references.softmax_attention import SKIP_ROUNDING
-from lab.references.truth import Rules, truth_of_requests
+from lab.references.softmax_attention import SKIP_ROUNDING, Rules
+from lab.references.truth import truth_of_requests
 from tests.cases import Batch, decode_arguments, random_batch
 
 KV_LENS, HEADS, HEAD_DIM = (200, 40), 4, 32

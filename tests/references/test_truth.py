@@ -9,8 +9,8 @@ import torch
 
 from lab import references
 from lab.references.errors import Truth
-from lab.references.softmax_attention import PIECE_ELEMENTS
-from lab.references.truth import Rules, truth_of_requests
+from lab.references.softmax_attention import PIECE_ELEMENTS, Rules
+from lab.references.truth import truth_of_requests
 from tests.dataclass_rules import broken_rules
 
 LN2 = math.log(2.0)

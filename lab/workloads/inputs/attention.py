@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import AttentionCase, TableTail
 from lab.workloads.inputs.contents import (
     E4M3_K_SCALE,

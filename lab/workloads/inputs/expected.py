@@ -9,7 +9,8 @@ from torch import Tensor
 from lab.integrity import ChangedBindingsError, in_words
 from lab.references import truth
 from lab.references.errors import Truth
-from lab.references.truth import Rules, truth_of_heads, truth_of_selected
+from lab.references.softmax_attention import Rules
+from lab.references.truth import truth_of_heads, truth_of_selected
 
 # Expected outputs with more elements are not stored but computed at each use.
 MOST_KEPT_ELEMENTS = 2**20

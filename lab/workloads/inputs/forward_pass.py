@@ -21,8 +21,7 @@ from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigza
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
-from lab.references.softmax_attention import rounded
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules, rounded
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.contents import (

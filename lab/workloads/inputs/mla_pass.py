@@ -18,8 +18,7 @@ from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_d
 from lab.metadata.mla.dsv4 import NO_ENTRY, DSV4Cache, DSV4Layer, build_dsv4_metadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.errors import Truth
-from lab.references.softmax_attention import rounded
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules, rounded
 from lab.workloads.inputs.contents import E4M3_K_SCALE, as_stored, draw_histories
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.forward_pass import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.references.errors import Truth
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.inputs.attention import running_sum
 from lab.workloads.inputs.contents import draw_histories, needle_positions, new_workspace

@@ -8,7 +8,7 @@ import torch
 from lab.integrity import ChangedBindingsError
 from lab.references import truth
 from lab.references.errors import Truth
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules
 from lab.workloads.inputs import expected
 from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 

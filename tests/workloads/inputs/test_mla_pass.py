@@ -7,7 +7,7 @@ import torch
 
 from lab.checks import MLACase
 from lab.metadata import ForwardMode
-from lab.references import truth
+from lab.references import softmax_attention
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.mla_pass import build_mla_pass
 
@@ -24,9 +24,9 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
         seen.append(len(rows))
         return of_rows(rows, *others, **rules)
 
-    of_rows = truth.visible_to
-    monkeypatch.setattr(truth, "visible_to", counted)
-    monkeypatch.setitem(truth.PIECE_ELEMENTS, "cpu", limit)
+    of_rows = softmax_attention.visible_to
+    monkeypatch.setattr(softmax_attention, "visible_to", counted)
+    monkeypatch.setitem(softmax_attention.PIECE_ELEMENTS, "cpu", limit)
     in_parts = made(forward.truth())
     assert seen == rows
     torch.testing.assert_close(in_parts.expected, whole.expected)
