@@ -32,7 +32,6 @@ WITHOUT_GPU = ("draft_visibility", "real_client")
 
 
 def study_named(name: str) -> "type[Study]":
-    """Import and return the study with this name."""
     found: type[Study] = getattr(import_module(f"studies.{name}"), STUDIES[name])
     return found
 
@@ -47,7 +46,6 @@ def question_of(name: str) -> str:
 
 
 def command_of(name: str) -> str:
-    """Return the command that runs a study on this machine's GPU."""
     return f"lab experiments {name.replace('_', '-')}"
 
 

@@ -73,9 +73,6 @@ class Clocks(Study):
         return ExitStatus.NOT_JUDGED if result["not_timed"] else ExitStatus.DONE
 
     def _pass_rows(self, named: tuple[str, ForwardCase]) -> dict[str, list[Any]]:
-        """Measure a scenario's pass on each module; return rows of times, and rows with the reason for modules that cannot be
-        timed.
-        """
         name, case = named
         passes = TimedPasses.over(build_forward(case, torch.device("cuda")))
         found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
@@ -110,7 +107,6 @@ def row_of(name: str, work: GpuWork) -> dict[str, Any]:
 
 
 def key_of(method: Method) -> str:
-    """Return the name of a method's median in a row, such as "graph warm"."""
     return f"{method.clock.value} {method.l2.value}"
 
 
@@ -121,11 +117,9 @@ def apart_percent(row: dict[str, Any], l2: L2) -> float | None:
 
 
 def is_long_enough(row: dict[str, Any]) -> bool:
-    """Return True if a launch takes `SHORT_US_PER_LAUNCH` or more."""
     return bool(row[key_of(Method(Clock.GRAPH, L2.WARM))] >= SHORT_US_PER_LAUNCH * row["launches"])
 
 
 def are_apart(row: dict[str, Any]) -> bool:
-    """Return True if CUPTI and the graph clock differ by more than `MOST_APART_PERCENT` on work that is long enough."""
     shares = [apart_percent(row, l2) for l2 in JUDGED]
     return is_long_enough(row) and any(share is not None and abs(share) > MOST_APART_PERCENT for share in shares)

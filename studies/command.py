@@ -55,7 +55,6 @@ experiments = typer.Typer(
 
 
 def _command_of(name: str) -> Callable[..., None]:
-    """Return the function of a study's command: its parameters are the study's settings, and the file to write."""
     study = study_named(name)
 
     def command(out: Path | None = None, **values: Any) -> None:

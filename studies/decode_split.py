@@ -38,11 +38,7 @@ SCENARIOS = tuple(
 
 
 def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[TracedRequest] | None = None) -> Point:
-    """Return a scenario on a kernel as one call, the baseline, and divided into each number of `splits` calls.
-
-    Args:
-        name: of a scenario with the same number of rows for every request.
-        trace: what traced lengths are drawn from; the lab's own if None.
+    """Return a scenario on a module as one call, the baseline, and divided into each number of `splits` calls.
 
     Raises:
         ValueError: the scenario is unknown, or makes no decode call that can be divided.
@@ -63,9 +59,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each point, the fastest number of calls, and the time in µs that it saves against one call; 0
-    for one call.
-    """
+    """Return, for each point, the fastest number of calls and the time that it saves against one call."""
     found = []
     for (point,), variants in rows_by_point(rows, ("point",), "arm").items():
         if variant_name(1) not in variants:

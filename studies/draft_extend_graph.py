@@ -74,7 +74,6 @@ def _rows(mode: ForwardMode, width: int) -> int:
 
 
 def free(model: StandInModel, drawn: StandInPass) -> None:
-    """Free the requests of a pass in the pool."""
     for row in drawn.batch.req_pool_indices.tolist():
         model.pool.free_request(row)
 
@@ -82,10 +81,7 @@ def free(model: StandInModel, drawn: StandInPass) -> None:
 def measure_mode(
     model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
-    """Measure a mode eagerly and in a graph, and the copies before a replay; raise PointFailedError if one is wrong or fails.
-
-    All rows have GPU times; those of the first two have host and completion times as well.
-    """
+    """Measure a mode eagerly and in a graph, and the copies before a replay; PointFailedError: one is wrong or fails."""
     drawn = draw(model, mode, batch_size, MODES_WIDTH, kv_len)
     made = ModelWorks.of(model, backend, drawn, MODES_WIDTH)
     works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS), "load": made.load()}
@@ -118,7 +114,6 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
 
 
 def until_idle(call: Callable[[], object]) -> None:
-    """Make a call, and wait for the GPU."""
     call()
     drain()
 
@@ -157,7 +152,6 @@ FORM_POINT = ("batch_size", "num_draft_tokens")
 
 
 def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per point, the GPU time of the selected row and what more rows and the top-k add: medians, µs."""
     found = []
     for point, forms in rows_by_point(form_rows, FORM_POINT, "form").items():
         selected, plain, topk = (
@@ -232,7 +226,6 @@ class DraftExtendGraphStudy(TimedStudy):
 
     @cached_property
     def model_and_backend(self) -> tuple[StandInModel, TRTLLMMHABackend]:
-        """Make the model with room for the largest batch, and what runs its attention."""
         device = torch.device("cuda", torch.cuda.current_device())
         model = new_model(LLAMA_8B_SIZES, max(self.batch_sizes), self.kv_len, device)
         return model, TRTLLMMHABackend(import_module(self.modules[0]))

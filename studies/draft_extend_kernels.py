@@ -76,10 +76,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per requests and keys, context over decode time by q, and the least measured q where context is faster.
-
-    A point without one of the two times is left out.
-    """
+    """Return, per requests and keys, context over decode time by q, and the least measured q where context is faster."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     for (requests, kv_len, q_len), variants in points_of(rows).items():
         if {"decode", "context"} <= set(variants):
@@ -97,7 +94,6 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def points_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
-    """Return rows by requests, keys of each and query rows of each, and at each point by variant."""
     return rows_by_point(rows, ("requests", "kv_len", "q_len"), "arm")
 
 
@@ -134,7 +130,6 @@ class DraftExtendKernels(TimedStudy):
 
     @cached_property
     def split(self) -> tuple[list[Batch], list[StudyRow]]:
-        """Return the batches to measure, and a row for each that is skipped; see `split_by_size`."""
         return split_by_size(chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str), self.most_keys)
 
     @property

@@ -62,12 +62,9 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)")
 
 @dataclass(frozen=True)
 class DraftCase:
-    """The requests of one speculative iteration, and the number of its draft steps.
+    """The requests of one speculative iteration, by their tokens up to the last accepted one.
 
     Attributes:
-        prefix_lens: tokens of each request up to the last accepted token.
-        num_steps: ``speculative_num_steps``.
-        page_size: tokens per page.
         max_context_len: columns of ``req_to_token``. Page tables cover the same number of tokens.
 
     Raises:
@@ -91,22 +88,13 @@ class DraftCase:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return the number of query rows per request in the verification: one for the last accepted token and one per draft
-        step.
-        """
+        """Return the query rows per request in the verification: the last accepted token, and one per draft step."""
         return self.num_steps + 1
 
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A speculative iteration and the metadata that is made for it, as parsed from a name.
-
-    Attributes:
-        kind: the kind of metadata, a key of `CHOICES`.
-        choices: the choices of that kind: one element of each tuple in `CHOICES[kind]`.
-        case: the requests and draft steps.
-        eager: the metadata is written to new buffers, not to buffers that are kept.
-    """
+    """A speculative iteration and the metadata that is made for it; `eager` writes the metadata to new buffers."""
 
     kind: str
     choices: tuple[str, ...]
@@ -119,11 +107,7 @@ def is_draft_scenario(name: str) -> bool:
 
 
 def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
-    """Return the scenario that a name in the module's grammar describes.
-
-    Args:
-        name: the name.
-        trace: the trace from which ``trace<count>`` takes its requests; None: the lab's own synthetic trace.
+    """Return the scenario of a name in the module's grammar; `trace<count>` takes requests of `trace`, or of the lab's own.
 
     Raises:
         ValueError: a part of the name is unknown or malformed. The message says which part, and what would be right.
@@ -156,11 +140,7 @@ def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int,
 
 
 def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
-    """Return the TARGET_VERIFY batch of an iteration, and its pool, whose pages are shuffled. The batch's seq_lens do not count
-    the drafted tokens.
-
-    The draft tokens' slots are allocated, as the engine does before it drafts.
-    """
+    """Return a TARGET_VERIFY batch, whose seq_lens do not count the drafted tokens, and its pool, whose pages are shuffled."""
     q_lens = (case.num_draft_tokens,) * len(case.prefix_lens)
     pool = new_pool(
         [prefix + q_len for prefix, q_len in zip(case.prefix_lens, q_lens, strict=True)],

@@ -74,7 +74,6 @@ def works_of(variants: Sequence[Variant]) -> dict[str, GpuWork]:
 
 
 def facts_of(variant: Variant, work: GpuWork) -> StudyRow:
-    """Return the values of a row of its work."""
     return {"scenario": variant.name, **draft_facts(variant.case, work)}
 
 
@@ -127,7 +126,6 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
 
 
 def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
-    """Make a table of one line per point and one column per variant."""
     times_us = {row["scenario"]: row["median_us"] for row in rows}
     points = [
         {"point": point} | {head: times_us[variant.format(point)] for variant, head in VARIANTS.items()}
@@ -164,7 +162,6 @@ class DraftSteps(TimedStudy):
         return {"host_method": HOST_METHOD, "trace": trace_name(self.trace)}
 
     def derived(self, result: Recorded) -> Mapping[str, Any]:
-        """Return the figures of change 26241, once all points are there that they are compared with."""
         measured = {row["point"] for row in result.get("host", ())}
         return {"pr_26241": claim_table(result["rows"], result["host"])} if measured >= {*HOST_POINTS} else {}
 

@@ -33,10 +33,7 @@ MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
 
 @dataclass(frozen=True)
 class Sight:
-    """The positions that the query of one step of one request saw, and those in the cache that it did not see.
-
-    `own_position` is that of the step's own token, which is in the cache when the step attends.
-    """
+    """The positions that the query of a step saw, and those in the cache, its own the last, that it did not see."""
 
     attention: str
     step: int
@@ -47,12 +44,7 @@ class Sight:
 
 
 def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
-    """Return the positions that every draft step of every request sees.
-
-    Raises:
-        ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
-        NotImplementedError: Triton does not run on the device.
-    """
+    """Return the positions that every draft step of every request sees; raise ValueError for a request of over 50 tokens."""
     _check_lengths(prefix_lens, num_steps)
     case = DraftCase(tuple(prefix_lens), num_steps, PAGE_SIZE, max_context_len=2 * PAGE_SIZE)
     verify, pool = build_verify(case, device)
@@ -96,7 +88,6 @@ def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, .
 
 
 def in_words(sight: Sight) -> str:
-    """Return one line of the table."""
     unseen = ", ".join(map(str, sight.unseen)) or "none"
     return (
         f"{sight.attention:>16}  step {sight.step}: of positions 0..{sight.own_position} in the cache, its own the last, it "

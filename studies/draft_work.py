@@ -36,11 +36,8 @@ POISON = -7  # what outputs hold before a call: no slot, page, length or boundar
 
 
 def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again; return the GPU time and the facts of a recorded row without the ceilings.
-
-    Raises:
-        AssertionError: wrong contents were written, before or after the timing.
-        ValueError: the method cannot time this work.
+    """Build, check, time and check again; return the GPU time and the facts of a row. Raises AssertionError for wrong
+    contents.
     """
     work = draft_work(scenario, torch.device("cuda"))
     time = measure(work, method)
@@ -49,7 +46,6 @@ def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[s
 
 
 def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
-    """Return the values of a row of its work, units in the keys."""
     case = scenario.case
     return {
         "mode": scenario.kind,
@@ -65,7 +61,6 @@ def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
 
 
 def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
-    """Return the work of a scenario. Its arguments hold every tensor that a kernel touches."""
     case = scenario.case
     verify, pool = build_verify(case, device)
     if scenario.kind == "kv_indices":
@@ -78,7 +73,6 @@ def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
 
 
 def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedule: Schedule) -> GpuWork:
-    """Return the work of `generate_draft_decode_kv_indices` for all steps of chains."""
     bs, tokens, steps = len(case.prefix_lens), sum(case.prefix_lens), case.num_steps
     arguments = {
         "req_pool_indices": verify.req_pool_indices,
@@ -101,7 +95,6 @@ def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedul
 
 
 def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, *, eager: bool) -> GpuWork:
-    """Return the work of every step's metadata. Its bytes are those that attention reads, without the ragged lists."""
     batch = draft_decode(verify)
     offsets = [draft.attention.seq_len_offset(step) for step in range(draft.num_decode_steps)]
     tables = 1 if draft.plan is DraftPlan.ONE_LAUNCH else len(offsets)
@@ -164,7 +157,6 @@ def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], t
 
 
 def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, pool: KVPool, step: int) -> None:
-    """Raise AssertionError unless each list has its request's slots in order: prefix, and drafted tokens up to this step."""
     lens = [length + step + 1 for length in batch.seq_lens.tolist()]
     rows = batch.req_pool_indices.tolist()
     expected = torch.cat([pool.req_to_token[row, :length] for row, length in zip(rows, lens, strict=True)])

@@ -36,7 +36,6 @@ class IterationFacts:
 
 
 def iteration_facts(loop: LoopProfile, first: int) -> list[IterationFacts]:
-    """Return the facts of each iteration from number `first` on; raises as `step_facts`, and where a phase is missing."""
     iteration_us = {each.step: each.step_us for each in step_facts(loop, first)}
     return [_facts(step, iteration_us[step.number]) for step in loop.steps if step.number in iteration_us]
 
@@ -64,11 +63,7 @@ def _facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
 
 
 def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
-    """Return one iteration's GPU work for a picture, in the order of its starts.
-
-    Each entry has `stream` ("forward", on which verify runs, or "plan"), `phase` (None for the kernels that add the accepted
-    tokens), `name`, `start_us` (relative to the iteration's first kernel) and `duration_us`.
-    """
+    """Return one iteration's GPU work for a picture; `phase` is None for the kernels that add the accepted tokens."""
     phase_of = {id(each): phase.value for phase in Phase for each in step.launched_in(phase.value)}
     forward = step.launched_in(Phase.VERIFY.value)[0].lane
     return [

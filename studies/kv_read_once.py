@@ -90,7 +90,6 @@ WINDOW_MODEL = "gpt-oss-120b"  # a window of 128 keys, its own included
 def _decode_call(
     batch: str, q_lens: Sequence[int] = Q_LENS, model: str = MODEL, rest: str = f"/{RANK}"
 ) -> tuple[str, ...]:
-    """Return the scenarios of a batch by query tokens per request: a decode for 1, a verification for more."""
     modes = {q: (ForwardMode.DECODE if q == 1 else ForwardMode.TARGET_VERIFY).name.lower() for q in q_lens}
     return tuple(f"{mode}/{model}/{batch.format(q=q)}{rest}" for q, mode in modes.items())
 
@@ -142,7 +141,6 @@ def heads_case(name: str) -> HeadsCase:
 
 
 def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_only: bool = False) -> Point:
-    """Return a point: the portable kernel against FlashInfer's, or with an e4m3 cache against itself with a bf16 one."""
     targets = GROUPS[group][name]
     if group == "e4m3":
         halved = Variant(E4M3_CACHE, scenario(name), PORTABLE_MODULE, targets)
@@ -157,11 +155,7 @@ def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_onl
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of groups or points of these names, all if there is none; the last variant of each is its baseline.
-
-    Raises:
-        ValueError: no group and no point has one of the names.
-    """
+    """Return the points of groups or points of these names, all if there is none; ValueError: an unknown name."""
     listed = [(group, name) for group, names in GROUPS.items() for name in names]
     unknown = set(only).difference(*listed)
     if unknown:

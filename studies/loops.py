@@ -40,9 +40,6 @@ class LoopSettings:
 
     A run has few steps: the driver's queue of about a thousand launches must hold them, because a variant that does not wait
     for the GPU runs ahead of it. The metadata of a field may have "least", its least value, where that is not 1.
-
-    Raises:
-        ValueError: a size is too small.
     """
 
     batch_size: Annotated[int, count("requests of the batch")] = 64
@@ -86,10 +83,7 @@ class MatrixProducts:
 
 
 class VerifyLoop(ABC, Generic[LoopVariant]):
-    """A loop of steps that verify drafts, in several variants. Each run starts from the same lengths.
-
-    The pool has slots for all tokens of a run. `generator` has drawn the accepted numbers; a study may draw more from it.
-    """
+    """A loop of steps that verify drafts, in several variants. The pool has slots for all tokens of a run."""
 
     def __init__(self, settings: LoopSettings, max_context_len: int, device: torch.device) -> None:
         self.settings = settings
@@ -122,10 +116,7 @@ class VerifyLoop(ABC, Generic[LoopVariant]):
         return forward_batch(ForwardMode.TARGET_VERIFY, self.rows, seq_lens, self.q_lens, slots)
 
     def measure(self, rounds: Iterable[Sequence[LoopVariant]]) -> "dict[LoopVariant, LoopRuns]":
-        """Run the variants interleaved, each without a profile and with one.
-
-        `rounds` has the variants of each round in their order. Raises IncompleteProfileError where a profile lacks events.
-        """
+        """Run the variants of each round in their order, each without a profile and with one."""
         runs: dict[LoopVariant, LoopRuns] = {}
         for variant in itertools.chain.from_iterable(rounds):
             found, run = runs.setdefault(variant, LoopRuns()), partial(self.run, variant)
@@ -142,7 +133,6 @@ class LoopRuns:
     profiles: list[LoopProfile] = field(default_factory=list)
 
     def facts(self, step_facts: Callable[[LoopProfile], Sequence[Any]], medians: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return the values of a row: what `step_facts` reads of each counted step by run, and the medians over all runs."""
         runs = [step_facts(each) for each in self.profiles]
         return {
             "medians": medians([facts for run in runs for facts in run]),
@@ -158,7 +148,6 @@ class LoopStudy(Study):
 
     @classmethod
     def of(cls, **values: Any) -> "LoopStudy":
-        """Return the study of the loops of all combinations of the values; a tuple has several values of a setting."""
         assert cls.settings is not None
         several = (value if isinstance(value, tuple) else (value,) for value in values.values())
         return cls(tuple(cls.settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)))

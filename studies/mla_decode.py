@@ -38,7 +38,6 @@ WRAPPER_MODULE = "lab.kernels.peers.flashinfer_mla"
 
 
 def variants_of(case: MLACase) -> tuple[Variant, Variant]:
-    """Return the portable kernel, and the wrapper that it is compared with."""
     return Variant(PORTABLE, case, PORTABLE_MODULE, TARGETS), Variant(WRAPPER, case, WRAPPER_MODULE, planned=True)
 
 
@@ -59,7 +58,6 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def _requests_and_keys(text: str) -> tuple[int, int]:
-    """Return (requests, keys) of a text such as "64x8192"; raise ValueError for another form."""
     requests, times, keys = text.partition("x")
     if not times:
         raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
@@ -86,7 +84,6 @@ class MLADecode(TimedStudy):
     only: Annotated[tuple[str, ...], names("these points, such as '64q1s8k/16 heads'")] = ()
 
     def cases(self) -> list[MLACase]:
-        """Return all passes, `q_lens` varying fastest: 1 query row is a decode, more are a verification."""
         cases = []
         for (requests, kv_len), num_heads, q_len in product(self.shapes, self.heads, self.q_lens):
             mode = ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY

@@ -25,10 +25,7 @@ from studies.stand_in_truth import StandInTruth, truth_of_pass
 
 
 def pass_bytes(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput) -> int:
-    """Return the bytes that a pass must move at least once.
-
-    They are the weights, the visible keys and values and the new ones, the inputs, and the outputs; intermediates do not count.
-    """
+    """Return the bytes that a pass must move at least once: weights, visible and new keys and values, inputs and outputs."""
     rows, head_rows = sum(drawn.q_lens), _head_rows(drawn, form)
     half, single = 2, 4  # bytes of bf16 and float32
     kv_tokens = sum(keys.shape[0] for keys, _ in drawn.histories) + rows  # read; the new ones are written as well
@@ -134,7 +131,6 @@ class ModelWorks:
         return replay, outputs
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Raise AssertionError if a row that the pass has written is wrong."""
         self.truth.hold(outputs.first(_head_rows(self.drawn, form)), form)
 
     def _work(self, form: DraftExtendOutput, prepare: Callable[..., Call], **arguments: Any) -> GpuWork:

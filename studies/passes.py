@@ -31,12 +31,7 @@ def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare
     """Make each variant's work, with a separate output per variant.
 
     Variants whose cases differ in the call of a draft extend, or in the number of decode calls, share all other tensors.
-
-    Args:
-        variants: the variants; their modules are imported by this function.
-        device: device of the tensors.
-        prepare: makes the timed call of a pass without latent attention, given the backend as its first argument; None: the
-            backend prepares the call.
+    `prepare` makes the timed call of a pass without latent attention, given the backend first; None: the backend makes it.
     """
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
@@ -53,7 +48,6 @@ def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare
 
 
 def gpu_works(variants: Sequence[Variant]) -> dict[str, GpuWork]:
-    """Make each variant's work on the GPU; see `works_of`."""
     return works_of(variants, torch.device("cuda"))
 
 
@@ -62,7 +56,6 @@ def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
 
 
 def implementation_of(variant: Variant) -> Any:
-    """Import a variant's module; return the object that makes its calls."""
     module = importlib.import_module(variant.module)
     return PlannedOnce(module) if variant.planned else module
 
@@ -87,7 +80,6 @@ def _planned(
 
 
 def pass_facts(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return the values of a pass's row: implementation, kernel and case."""
     return {"implementation": variant.module, "kernel": kernel_of(variant, work), **case_facts(variant.case)}
 
 

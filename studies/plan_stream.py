@@ -105,11 +105,7 @@ VARIANTS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataB
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLoopSettings(LoopSettings):
-    """A loop of speculative iterations. GPU times are met to within one matrix product, about 30 µs on an H200.
-
-    Raises:
-        ValueError: a size is too small, or the requests exceed `max_context_len`, the width of the page table.
-    """
+    """A loop of speculative iterations. GPU times are met to within one matrix product, about 30 µs on an H200."""
 
     draft_us: Annotated[float, times_us("GPU time of the draft steps", "100,400")]
     verify_us: Annotated[float, times_us("GPU time of the target model", "1000")]
@@ -138,10 +134,7 @@ class MarkedPlanStream(PlanStream):
 
 
 class SpeculativeLoop(VerifyLoop[Planning]):
-    """Iterations of all variants over the same requests.
-
-    `draft` and `verify` launch the stand-ins for the draft steps and for the target model.
-    """
+    """Iterations of all variants over the same requests; `draft` and `verify` launch the stand-ins."""
 
     def __init__(
         self,
@@ -183,7 +176,6 @@ class SpeculativeLoop(VerifyLoop[Planning]):
     def _iterate(
         self, variant: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Handed]
     ) -> tuple[Handed, Tensor]:
-        """Run one iteration; return what `verify` returned, and the lengths of the next."""
         with record_function(Phase.INPUTS.value):
             batch = self.batch(seq_lens)
 
@@ -224,10 +216,7 @@ def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
-    """Measure all variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
-
-    Raises RuntimeError if verify got wrong metadata or a wrong mask.
-    """
+    """Measure all variants of a loop, their runs interleaved; RuntimeError: verify got wrong metadata or a wrong mask."""
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
@@ -260,7 +249,6 @@ def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
 
 
 def measure_fix_up(batch_size: int, num_draft_tokens: int) -> dict[str, Any]:
-    """Measure GPU and host time of writing the packed masks of random trees by itself; JSON-ready."""
     generator = torch.Generator().manual_seed(0)
     parents = random_trees(batch_size, num_draft_tokens, generator=generator).cuda()
     out = torch.zeros_like(pack_tree_mask(parents))

@@ -49,19 +49,13 @@ NEVER = 10**9  # calls from one that the recorder would keep to the next
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention to serve with.
-
-    Attributes:
-        name: the name of an attention function of transformers, or of an implementation of FlashInfer's functions.
-        shadow: one of each n calls is judged while the engine runs; 0: no call, and there is no recorder.
-    """
+    """The name of an attention function or of an implementation; one of each `shadow` calls is judged, none for 0."""
 
     name: str
     shadow: int = 0
 
     @cached_property
     def calls(self) -> PagedCalls | None:
-        """Return the attention function that calls the implementation; None for a function of transformers."""
         if self.name in (EAGER, SDPA):
             return None
         implementation = load(self.name)
@@ -134,7 +128,6 @@ class RealClient(Study):
         }
 
     def _rows_of(self, attention: Attention) -> dict[str, list[StudyRow]]:
-        """Serve all requests, and return the rows about them."""
         calls = attention.calls
         if self._engine.device.type == "cuda" and not attention.shadow:  # kernels are compiled
             self._engine.serve(self._prompts, calls or attention.name, self.new_tokens)
@@ -179,7 +172,6 @@ class RealClient(Study):
             yield recorder
 
     def _differing(self, tokens: Sequence[Sequence[int]]) -> Iterator[StudyRow]:
-        """Yield a row for each request whose tokens are not those of the eager attention."""
         for request, (own, found) in enumerate(zip(self._expected, tokens, strict=True)):
             if own == found:
                 continue
@@ -211,7 +203,6 @@ def _module(name: str, functions: Mapping[str, Any]) -> ModuleType:
 
 
 def verdict(call_number: int, judged: Collection[int], wrong: Collection[int]) -> str:
-    """Return "wrong", "right" or, for a call that was not judged, ""."""
     if call_number in wrong:
         return "wrong"
     return "right" if call_number in judged else ""

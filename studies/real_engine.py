@@ -23,16 +23,12 @@ VOCABULARY = 512
 
 
 def page_table(slots: Tensor, offsets: Tensor, page_size: int, max_kv_len: int) -> Tensor:
-    """Return the page table of requests whose keys are given by their slots: int32 [batch_size, columns].
+    """Return the page table, int32 [batch_size, columns], of requests whose keys are given by their slots.
 
     Args:
         slots: int64 [offsets[-1]], the slot of each key of each request, in order: page * page_size + place in the page. A
-            request's keys fill its pages from the first place of the first page.
+            request's keys fill its pages from the first place of the first page. Cells after its last page are 0.
         offsets: int32 [batch_size + 1], the offset of each request's first key in `slots`.
-        page_size: tokens in a page.
-        max_kv_len: keys of the longest request; it determines the number of columns.
-
-    Cells after a request's last page are 0.
     """
     firsts = offsets[:-1, None] + torch.arange(0, max_kv_len, page_size, device=slots.device)
     pages = slots[firsts.clamp(max=len(slots) - 1)] // page_size
@@ -41,16 +37,7 @@ def page_table(slots: Tensor, offsets: Tensor, page_size: int, max_kv_len: int) 
 
 @dataclass
 class PagedCalls:
-    """An attention function of transformers' continuous batching that makes FlashInfer's paged calls.
-
-    It does not support layers with a sliding window: transformers keeps their keys in a ring buffer, which no page table can
-    describe.
-
-    Attributes:
-        implementation: an object with FlashInfer's paged decode and context functions.
-        calls: of each call, the numbers of the step and of the layer, the function, the number of requests and of query rows,
-            the keys of the longest request, and the time until the call returned to the host.
-    """
+    """An attention function of transformers' continuous batching that makes FlashInfer's paged calls, and lists them."""
 
     implementation: Any
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -77,22 +64,14 @@ class PagedCalls:
         """Write K and V of the new tokens to the cache, and return the attention of the query rows.
 
         Args:
-            module: the layer's attention module, with `layer_idx`.
-            query: [1, num_qo_heads, num_rows, head_dim].
-            key, value: [1, num_kv_heads, num_rows, head_dim], of the new tokens.
-            scaling: factor of Q·K^T.
+            query: [1, num_qo_heads, num_rows, head_dim]; of `key` and `value`, [1, num_kv_heads, num_rows, head_dim].
             cache: transformers' `PagedAttentionCache`.
             read_index, write_index: for each group of layers, the slots of all keys, and those of the new tokens. A batch whose
                 requests have only new tokens has no slots to read.
-            cu_seq_lens_q, cu_seq_lens_k: int32 [batch_size + 1] offsets of rows and keys; the latter by the kind of layer if
-                there are several.
-            max_seqlen_q, max_seqlen_k: rows and keys of the longest request.
+            cu_seq_lens_k: int32 [batch_size + 1] offsets, by the kind of layer if there are several.
 
         Returns:
             The output [1, num_rows, num_qo_heads, head_dim], and None for the weights.
-
-        Raises:
-            NotImplementedError: the layer has a sliding window.
         """
         group, place = cache.layer_index_to_group_indices[module.layer_idx]
         if isinstance(cu_seq_lens_k, dict):
@@ -135,7 +114,6 @@ class PagedCalls:
         self.calls.append({"step": last["step"] + (layer <= last["layer"]), "layer": layer, **facts})
 
     def _workspace(self, device: torch.device) -> Tensor | None:
-        """Return the workspace of a stream, which is zeroed once; None on a CPU, where no kernel needs one."""
         if device.type == "cpu":
             return None
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -145,12 +123,9 @@ class PagedCalls:
 
 
 def pages_of(cache: Any, place: int) -> tuple[Tensor, Tensor]:
-    """Return the pages (K, V) of one of the cache's tensors, [num_pages, page_size, num_kv_heads, head_dim] each.
-
-    At the first use, K and V become halves of one allocation. fmha_v2 needs this, because it counts the pages of V from K's
-    address.
-    """
+    """Return the pages (K, V) of one of the cache's tensors, [num_pages, page_size, num_kv_heads, head_dim] each."""
     k, v = cache.key_cache[place], cache.value_cache[place]
+    # fmha_v2 counts the pages of V from K's address: both must be halves of one allocation.
     if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
         k, v = torch.stack((k, v))
         cache.key_cache[place], cache.value_cache[place] = k, v
@@ -160,13 +135,7 @@ def pages_of(cache: Any, place: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Engine:
-    """A Llama with random weights behind transformers' continuous batching. Tokens are chosen greedily.
-
-    Attributes:
-        device, dtype: of the model and its cache.
-        block_size, num_blocks: tokens of a block of the cache, and the number of blocks.
-        max_batch_tokens: query rows of a step; longer prompts are computed in several steps.
-    """
+    """A Llama with random weights behind transformers' continuous batching. Tokens are chosen greedily."""
 
     device: torch.device
     dtype: torch.dtype
@@ -176,7 +145,6 @@ class Engine:
 
     @cached_property
     def model(self) -> Any:
-        """Return the model: 2 layers, 8 query heads and 2 K/V heads of 128 elements, which XQA and fmha_v2 take."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
@@ -187,7 +155,7 @@ class Engine:
             num_hidden_layers=2,
             num_attention_heads=8,
             num_key_value_heads=2,
-            head_dim=128,
+            head_dim=128,  # of 8 and 2 heads, which XQA and fmha_v2 take
             max_position_embeddings=2048,
             initializer_range=0.1,  # so large that the tokens depend on the attention
             bos_token_id=None,
@@ -198,15 +166,8 @@ class Engine:
     def serve(self, prompts: Sequence[Sequence[int]], attention: Any, new_tokens: int) -> list[list[int]]:
         """Return the new tokens of each prompt.
 
-        All requests wait before the first step, so that a second run makes the same batches.
-
-        Args:
-            prompts: the tokens of each request.
-            attention: an attention function, or the name of one of transformers', such as "paged|eager".
-            new_tokens: tokens to choose for each request.
-
-        Raises:
-            RuntimeError: a request failed; the cause is the error of the attention function.
+        All requests wait before the first step, so that a second run makes the same batches. `attention` is a function, or the
+        name of one of transformers'. Raises RuntimeError, from the attention's error, if a request failed.
         """
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig

@@ -15,7 +15,6 @@ Formats = Mapping[str, str | Callable[[Any], Cell]]
 
 
 def table_of(caption: str, formats: Formats, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Make a table of one line per row."""
     columns = {head: partial(_cell, shown) if isinstance(shown, str) else shown for head, shown in formats.items()}
     return make_table(columns, list(rows), caption=caption, say_once=())
 

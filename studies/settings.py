@@ -15,35 +15,25 @@ Scenarios = Annotated[tuple[str, ...], list_option(str, "scenarios to time inste
 
 
 def count(help_text: str) -> Any:
-    """Return an option of a number of at least 1."""
     return typer.Option(min=1, help=help_text)
 
 
 def sizes(help_text: str) -> Any:
-    """Return an option of several numbers of at least 1."""
     return list_option(POSITIVE.read, help_text, "N,N,...")
 
 
 def times_us(help_text: str, default: str) -> Any:
-    """Return an option of several times in µs."""
     return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
 
 
 def names(points: str) -> Any:
-    """Return an option of the names of the points to measure; `points` completes its help."""
     return list_option(str, f"measure only {points}", "NAME,...")
 
 
 def requests_of(path: Path | None) -> list[TracedRequest]:
-    """Return the requests of a trace file; for None, those of the lab's own trace.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is no trace.
-    """
+    """Return the requests of a trace file; for None, those of the lab's own trace."""
     return own_trace() if path is None else read_trace(path)
 
 
 def trace_name(path: Path | None) -> str:
-    """Return the name of a trace for a recording. None stands for the lab's own trace."""
     return "synthetic_chat.jsonl, the lab's own" if path is None else path.name

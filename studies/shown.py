@@ -14,6 +14,5 @@ def question_and_drawings(name: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def drawings_of(name: str) -> Sequence[Drawing]:
-    """Return `DRAWINGS` of the module of `studies.pictures` with the study's name; () where there is none."""
     module = f"studies.pictures.{name}"
     return () if find_spec(module) is None else getattr(import_module(module), "DRAWINGS", ())

@@ -32,11 +32,7 @@ GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph and mode is no
 
 @dataclass(frozen=True)
 class StandInSizes:
-    """Sizes of a stand-in model; `geometry_name` of the attention layer is in `lab.workloads.GEOMETRIES`.
-
-    Raises:
-        ValueError: a size below 1, or no such geometry.
-    """
+    """Sizes of a stand-in model; `geometry_name` of the attention layer is in `lab.workloads.GEOMETRIES`."""
 
     vocab_size: int
     hidden_size: int
@@ -57,12 +53,10 @@ class StandInSizes:
 
     @property
     def kv_size(self) -> int:
-        """Return the elements of one row's keys, and of its values."""
         return self.attention.num_kv_heads * self.attention.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Return the elements of the QKV and output projections."""
         return 2 * self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
 
     @property
@@ -155,14 +149,10 @@ class StandInModel:
     ) -> Callable[[], object]:
         """Prepare the pass, to be called or captured. Its large intermediates are allocated here, once.
 
-        Args:
-            inputs: of `num_tokens` rows.
-            outputs: filled by each call; as many rows as `form` has.
-            form: the rows that go through the LM head. Modes other than ``DRAFT_EXTEND_V2`` take all of theirs.
+        `form` says which rows go through the LM head; modes other than ``DRAFT_EXTEND_V2`` take all of theirs.
 
         Raises:
-            ValueError: the buffers have other sizes than the pass, or the metadata does not know the sliding-window pool of
-                the layer.
+            ValueError: the buffers have other sizes than the pass, or the metadata lacks the layer's sliding-window pool.
         """
         self._check(batch, inputs, outputs, form)
         rows, sizes, model = batch.num_tokens, self.sizes, self.sizes.attention
@@ -246,12 +236,7 @@ class StandInPass:
 def draw_pass(
     model: StandInModel, mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], seed: int = 0
 ) -> StandInPass:
-    """Admit requests to the model's pool, write their histories into its cache, and draw a pass over them.
-
-    Raises:
-        ValueError: a mode outside `GRAPH_MODES`, or lengths that `ForwardBatch` or the pool refuses.
-        RuntimeError: the pool has too few rows or pages.
-    """
+    """Admit requests to the model's pool, write their histories into its cache, and draw a pass over them."""
     if mode not in GRAPH_MODES:
         raise ValueError(f"{mode!r} is not drawn; there are {', '.join(map(repr, GRAPH_MODES))}")
     pool, sizes = model.pool, model.sizes

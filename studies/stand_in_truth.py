@@ -34,14 +34,7 @@ class StandInTruth:
     selected: Tensor | None
 
     def compare(self, outputs: DraftOutputs, form: DraftExtendOutput) -> dict[str, Comparison]:
-        """Compare each row's hidden states and logits with the truth, as one vector each; errors are relative L2.
-
-        Args:
-            outputs: of the real rows: one per row of the pass or, with SELECTED_ROW, one per request.
-
-        Raises:
-            ValueError: the outputs have other shapes, or a row is selected of a pass without a uniform width.
-        """
+        """Compare each row's hidden states and logits with the truth, as one vector each; `outputs` has the real rows only."""
         rows = torch.arange(self.logits.shape[0], device=self.logits.device)
         if form is DraftExtendOutput.SELECTED_ROW:
             if self.selected is None:
@@ -58,9 +51,7 @@ class StandInTruth:
         }
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Raise AssertionError with the wrong rows, if any. A top-k output must contain the largest of the
-        output's own logits.
-        """
+        """Raise AssertionError with the wrong rows, if any; a top-k output must name the largest of the output's own logits."""
         for name, comparison in self.compare(outputs, form).items():
             if not comparison.passed:
                 (worst,) = comparison.worst(1)
@@ -107,7 +98,6 @@ def _rounded(rows: Tensor, weight: Tensor) -> Tensor:
 def _hidden_states(
     model: StandInModel, drawn: StandInPass, project: Project, attended: Callable[[Truth], Tensor]
 ) -> Tensor:
-    """Return the hidden states after both projections and the attention, whose `attended` output of its truth is used."""
     sizes = model.sizes
     features = torch.cat((model.embedding[drawn.input_ids], drawn.hidden_states), dim=1)
     widths = (sizes.q_size, sizes.kv_size, sizes.kv_size)

@@ -60,10 +60,7 @@ class ProfiledStep:
     """One step of a loop.
 
     Attributes:
-        number: the number N of the range "step N".
-        host: the step's range on the host.
-        phases: annotated parts of that range.
-        calls: CUDA calls in that range.
+        host: its range "step N" on the host; `phases` are annotated parts of it, `calls` the CUDA calls in it.
         gpu: the kernels, copies and fills that these calls launched, in the order of their starts; never empty.
     """
 
@@ -82,10 +79,7 @@ class ProfiledStep:
         return max(each.end_ns for each in self.gpu)
 
     def launched_in(self, name: str) -> tuple[TraceEvent, ...]:
-        """Return the GPU work that the phase of this name launched, in the order of its starts; none if there is no such phase.
-
-        Raises IncompleteProfileError if the phase is there and launched nothing.
-        """
+        """Return the GPU work of the phase of this name; IncompleteProfileError: the phase is there and launched nothing."""
         ranges = [each for each in self.phases if each.name == name]
         launched = {call.correlation for call in self.calls if any(each.holds(call) for each in ranges)} - {None}
         found = tuple(each for each in self.gpu if each.correlation in launched)
@@ -94,7 +88,6 @@ class ProfiledStep:
         return found
 
     def waits(self) -> list[TraceEvent]:
-        """Return the CUDA calls that wait for the GPU."""
         to_pageable = {each.correlation for each in self.gpu if "Device -> Pageable" in each.name}
         return [call for call in self.calls if is_waiting_call(call.name) or call.correlation in to_pageable]
 
@@ -122,10 +115,7 @@ class StepFacts:
 
 
 def is_waiting_call(name: str) -> bool:
-    """Say whether a CUDA call of this name waits for the GPU: a synchronisation, or a copy that is not asynchronous.
-
-    An asynchronous copy into pageable memory waits too, which its name does not tell: `ProfiledStep.waits` looks at the copy.
-    """
+    """Say whether a call of this name waits for the GPU; `ProfiledStep.waits` adds asynchronous copies into pageable memory."""
     plain = name.split("_")[0]  # cudaMemcpyAsync_ptsz, cuStreamSynchronize_v2
     return bool(WAITING_CALLS.fullmatch(plain)) or (
         plain.startswith(("cudaMemcpy", "cuMemcpy")) and "Async" not in plain
@@ -133,10 +123,8 @@ def is_waiting_call(name: str) -> bool:
 
 
 def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
-    """Read the steps of a loop in a Chrome trace of torch.profiler, a dict with the list "traceEvents".
-
-    Raises:
-        IncompleteProfileError: no GPU work, no "step N", a missing or repeated number, or a step without a launch.
+    """Read a loop in a Chrome trace; IncompleteProfileError: no GPU work, no "step N", a number amiss, a step without a
+    launch.
     """
     gpu = _events(trace, GPU_CATEGORIES)
     if not gpu:
@@ -156,8 +144,7 @@ def step_facts(loop: LoopProfile, first: int) -> list[StepFacts]:
     """Return the facts of each step from number `first` on. Gaps, idle and step time begin at the end of the step before.
 
     Raises:
-        IncompleteProfileError: no such step, none before it, or steps with different numbers of GPU activities: all do the
-            same, so the profile lost some.
+        IncompleteProfileError: no such step, none before it, or steps with different numbers of GPU activities.
     """
     if not loop.steps[0].number < first <= loop.steps[-1].number:
         raise IncompleteProfileError(
@@ -181,7 +168,6 @@ def busy_within_us(activities: Iterable[TraceEvent], start_ns: int, end_ns: int)
 
 
 def medians(facts: Sequence[Any]) -> dict[str, float]:
-    """Return the median of each fact of steps, except the field `step`, which is the number of the step."""
     names = [each.name for each in fields(facts[0]) if each.name != "step"]
     return {name: round(statistics.median(getattr(each, name) for each in facts), 3) for name in names}
 
@@ -193,12 +179,7 @@ def summary(facts: Sequence[StepFacts]) -> dict[str, float]:
 
 
 def timeline(loop: LoopProfile, first: int) -> list[tuple[str, str, float, float]]:
-    """Return the events of consecutive steps for a picture: (lane, name, start_us, duration_us), relative to the host's start
-    of the first step.
-
-    Lanes are "host", "CUDA calls" and "GPU stream N". Only events that belong to these steps are returned. Events of later
-    steps are left out, even if the host begins them before the GPU has ended these steps.
-    """
+    """Return the events that belong to consecutive steps: (lane, name, start_us, duration_us), from the first step's start."""
     steps = [step for step in loop.steps if first <= step.number < first + TIMELINE_STEPS]
     zero_ns = steps[0].host.start_ns
     lanes = [
@@ -210,7 +191,6 @@ def timeline(loop: LoopProfile, first: int) -> list[tuple[str, str, float, float
 
 
 def _events(trace: Mapping[str, Any], categories: frozenset[str]) -> list[TraceEvent]:
-    """Return the events of some categories, in the order of their starts."""
     listed = [_event(each) for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in categories]
     return sorted(listed, key=lambda event: event.start_ns)
 
@@ -255,7 +235,6 @@ def _facts(before: ProfiledStep, step: ProfiledStep, gpu: Iterable[TraceEvent]) 
 
 
 def exported_trace(recorded: profile) -> dict[str, Any]:
-    """Return the Chrome trace of a finished profile."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
@@ -273,7 +252,6 @@ def profiled(run: Callable[[], object]) -> LoopProfile:
 
 
 def unprofiled_us(run: Callable[[], object]) -> float:
-    """Time a run in µs by the host's clock, from an idle GPU to an idle GPU, without a profile."""
     torch.cuda.synchronize()
     start_ns = time.perf_counter_ns()
     run()

@@ -31,13 +31,7 @@ from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point
 
 @dataclass(frozen=True)
 class Part:
-    """Points that are measured one after the other.
-
-    Attributes:
-        points: the points, each an argument of `rows_at`.
-        rows_at: measures one point, and returns its rows by the name of the recorded list.
-        what: name of the points in the progress bar.
-    """
+    """Points that are measured one after the other: `rows_at` measures one, and returns its rows by the name of their list."""
 
     points: Collection[Any]
     rows_at: Callable[[Any], Mapping[str, Sequence[StudyRow]]]
@@ -47,9 +41,7 @@ class Part:
 class Study(ABC):
     """One question. A subclass is a frozen dataclass, whose fields are annotated with options (`studies.settings`).
 
-    Attributes:
-        lists: names of the recorded lists of rows.
-        settings: the dataclass that has the options, if that is not the study itself.
+    `lists` names the recorded lists; `settings` is the dataclass that has the options, if that is not the study itself.
     """
 
     lists: ClassVar[tuple[str, ...]]
@@ -57,22 +49,16 @@ class Study(ABC):
 
     @classmethod
     def of(cls, **values: Any) -> "Study":
-        """Return the study of these settings; raise ValueError if they make no sense."""
         return cls(**values)
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the study's module, which is also the name of its recording."""
         return cls.__module__.rpartition(".")[2]
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """Return the points to measure. This needs no GPU.
-
-        Raises:
-            ValueError: the settings name an unknown point, or a point that cannot be measured.
-        """
+        """Return the points to measure, without a GPU; ValueError: an unknown point, or one that cannot be measured."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -85,11 +71,9 @@ class Study(ABC):
         return None
 
     def method(self) -> Mapping[str, Any]:
-        """Return the description of the timing method, for the recording."""
         return {}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return further facts about all points, for the recording."""
         return {}
 
     def derived(self, result: Recorded) -> Mapping[str, Any]:
@@ -105,10 +89,7 @@ class Study(ABC):
         return ExitStatus.WRONG if result.get("wrong") else ExitStatus.DONE
 
     def run(self, out: Path | None = None) -> ExitStatus:
-        """Measure all points, print the answer, and return the exit status of the command.
-
-        The JSON file `out` is written anew after every point; None keeps no file.
-        """
+        """Measure all points, write `out` anew after each, print the answer, and return the exit status of the command."""
         ceilings = {} if self.ceilings is None else {"ceilings": self.ceilings.facts()}
         rows: dict[str, list[StudyRow]] = {name: [] for name in self.lists}
         result: dict[str, Any] = {"experiment": self.name(), "environment": environment() | ceilings}
@@ -142,11 +123,9 @@ class TimedStudy(Study):
 
     @cached_property
     def plan(self) -> TimingPlan:
-        """Return the method of GPU times, with the rates that the GPU reaches now."""
         return timing_plan(self.clock, self.l2, self.samples)
 
     def passes(self, points: Collection[Point], facts_of: FactsOf) -> Part:
-        """Return forward passes to time on the GPU; see `measure_point`."""
         return Part(points, lambda point: measure_point(point, gpu_works, self.plan, facts_of).by_list())
 
     @property

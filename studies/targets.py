@@ -19,15 +19,12 @@ class Figure(NamedEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound: the least value that a variant must reach or, for host time, the greatest value
-    that it may have.
-    """
+    """A figure and its bound: the least value that a variant must reach or, for host time, the greatest that it may have."""
 
     figure: Figure
     bound: float
 
     def margin(self, reached: float) -> float:
-        """Return the distance to the bound, in the figure's unit; negative if the target is missed."""
         return self.bound - reached if self.figure is Figure.HOST else reached - self.bound
 
 
@@ -52,7 +49,6 @@ def target_rows(
 
 
 def target_text(row: Mapping[str, Any]) -> str:
-    """Return a text that says by how much a row's variant passes or misses each target."""
     return "; ".join(_one_text(target) for target in row["targets"])
 
 
@@ -84,6 +80,5 @@ TIME_COLUMNS: Formats = {
 
 
 def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the targets of rows that were passed, missed, and not compared."""
     passed = [target["passed"] for row in rows for target in row["targets"]]
     return {"passed": passed.count(True), "missed": passed.count(False), "not_compared": passed.count(None)}

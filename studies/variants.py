@@ -36,10 +36,7 @@ class Variant:
     """One way to do the work of a point.
 
     Attributes:
-        name: the variant's name in rows (key "arm") and tables.
         case: the case from which the study makes the work, such as a forward pass or a draft's scenario.
-        module: the implementation, if the case does not name it.
-        targets: figures that the variant must reach.
         planned: the module's `plan` takes the call's arguments and returns the call that is timed.
         needs_flashinfer: FlashInfer may be unable to load or build its kernel here, which is then a reason to decline.
     """
@@ -54,12 +51,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Point:
-    """Variants that are measured together.
-
-    Attributes:
-        facts: values that every row of the point has, besides the point's name.
-        baseline: the variant with which the speed of each variant is compared; "" for none.
-    """
+    """Variants that are measured together; the speed of each is compared with the variant `baseline`, "" for none."""
 
     name: str
     variants: tuple[Variant, ...]
@@ -68,7 +60,6 @@ class Point:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the values with which every row of the point begins."""
         return {"point": self.name, **self.facts}
 
 
@@ -86,14 +77,9 @@ class TimingPlan:
     samples: int = SAMPLES
 
     def measure(self, works: Works) -> dict[str, GpuTime]:
-        """Measure the interleaved GPU times of works; see `lab.timing.gpu_time.measure_interleaved`."""
         return measure_interleaved(works, method=self.method, samples=self.samples)
 
     def row_of(self, point: Point, facts_of: FactsOf) -> RowOf[GpuTime]:
-        """Return the function that `measure_variants` takes: it returns a variant's facts and time and, if the point has a
-        baseline, the variant's speed in times the baseline's, and its targets.
-        """
-
         def row(variant: Variant, work: GpuWork, times: Mapping[str, GpuTime]) -> dict[str, Any]:
             facts, time = dict(facts_of(variant, work)), times[variant.name]
             floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
@@ -132,7 +118,6 @@ class PointFailedError(Exception):
 
 @contextmanager
 def named_in_failures(point: str) -> Iterator[None]:
-    """Turn an error of the block into a `PointFailedError` that names the point."""
     try:
         yield
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -148,12 +133,10 @@ class PointRows:
     wrong: Sequence[dict[str, Any]] = ()
 
     def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
-        """Return the rows by the name of their recorded list; `rows` names the list of the times."""
         return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
 
 
 def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each variant that has no time, with the facts of the point and the reason."""
     return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
 
 
@@ -177,10 +160,6 @@ def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
 def measure_right_ones(
     works: Works, measure: Callable[[Works], dict[str, Time]]
 ) -> tuple[dict[str, Time], dict[str, str]]:
-    """Return the times of the variants with right results, and the faults of the wrong ones.
-
-    `measure` checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
-    """
     right = dict(works)
     wrong: dict[str, str] = {}
     while right:
@@ -200,10 +179,7 @@ def measure_variants(
 ) -> PointRows:
     """Measure the interleaved variants of a point by any clock; for a variant without a time, record the reason.
 
-    Args:
-        make: makes the work of each variant, on tensors of its own.
-        measure: as in `measure_right_ones`.
-        row_of: given a variant, its work and the times of all, returns what its row says besides the point and its name.
+    `measure` checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
 
     Raises:
         PointFailedError: something failed that is no refusal, no missing module and no wrong result.
@@ -223,22 +199,15 @@ def measure_variants(
 
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
-    """Measure the GPU times of the interleaved variants of a point; see `measure_variants`.
-
-    Args:
-        facts_of: given a variant and its work, returns more values for its row. A value `floor_bytes` replaces the bytes of
-            the work in the floor.
-    """
+    """Measure the variants of a point on the GPU; a value `floor_bytes` of `facts_of` is the bytes of the floor."""
     return measure_variants(point, make, plan.measure, plan.row_of(point, facts_of))
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
     """Measure the GPU times of the interleaved variants of a point, each of which must have one; return a row of each.
 
-    No variant is called before it is staged: the first check sees only what the staged call has written.
-
-    Raises:
-        PointFailedError: a variant declines, is wrong, or cannot be measured.
+    No variant is called before it is staged: the first check sees only what the staged call has written. Raises
+    PointFailedError if a variant declines, is wrong, or cannot be measured.
     """
     with named_in_failures(point.name):
         works = make(point.variants)

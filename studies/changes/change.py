@@ -17,13 +17,9 @@ class Change:
     """One pull request of SGLang.
 
     Attributes:
-        number: number of the pull request in sgl-project/sglang.
-        title: the change in a few words.
         claim: the claimed effect or purpose; `source` names the text with the claim, and the state of the pull request.
         question: the lab's question about the change.
-        module: the study that measures the change.
-        judge: computes the answer from the study's recording, and from the available recordings of `further`.
-        further: further studies whose recordings contribute to the answer.
+        module: the study that measures the change; recordings of the studies `further` contribute to the answer.
     """
 
     number: int
@@ -37,14 +33,11 @@ class Change:
 
 
 def one_clock(row: RecordedRow) -> dict[str, Times]:
-    """Return the times of a row that was timed by one clock."""
     return {"": Times.of_row(row)}
 
 
 def two_clocks(what: str) -> TimesByClock:
-    """Return a function that reads both times of a loop: `<what>_us` of profiled steps, and `unprofiled_<what>_us` by the
-    host's clock.
-    """
+    """Return a function that reads both times of a loop's row: of profiled steps, and by the host's clock."""
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
         "without a profile": Times.of(row[f"unprofiled_{what}_us"]),

@@ -13,13 +13,7 @@ from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 
 @dataclass(frozen=True)
 class Entry:
-    """A change with its answer.
-
-    Attributes:
-        answer: the answer; None if the change's study is not recorded.
-        files: the recordings from which the answer is computed.
-        failure: the reason, as a clause, why the command failed or a recording cannot be read; "" without a failure.
-    """
+    """A change with its answer, None if its study is not recorded; `failure` says, as a clause, what failed."""
 
     change: Change
     answer: Answer | None
@@ -31,7 +25,6 @@ class Entry:
         return NOT_RECORDED if self.answer is None else self.answer.verdict
 
     def claimed(self) -> list[Observation]:
-        """Return the answer's `claimed` observations; [] without an answer."""
         return self.answer.claimed if self.answer else []
 
     def of_attention(self, attention: str) -> str:
@@ -48,10 +41,7 @@ def file_of(folder: Path, module: str) -> Path:
 def read_entries(
     folder: Path, changes: Sequence[Change] = CHANGES, failures: Mapping[str, str] | None = None
 ) -> list[Entry]:
-    """Judge the recordings in a folder; a change whose recording is not there, or cannot be read, has no answer.
-
-    `failures` says how commands ended that failed, by module.
-    """
+    """Judge the recordings in a folder, as far as they are there; `failures` says how commands ended that failed, by module."""
     return [_entry(folder, change, (failures or {}).get(change.module, "")) for change in changes]
 
 
@@ -97,5 +87,4 @@ def day_of(path: Path) -> str:
 
 
 def _git(path: Path, *command: str) -> str:
-    """Return git's output about a file; "" without git or without a repository."""
     return output_of(["git", "-C", str(path.parent), *command, "--", path.name])

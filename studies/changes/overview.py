@@ -75,7 +75,6 @@ def _summary(entry: Entry) -> list[str]:
 
 
 def _exceptions(observations: Sequence[Observation]) -> str:
-    """Return the points at which a statement does not hold or is undecided, at most `MOST_IN_A_CELL`."""
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
     return _listed(where, MOST_IN_A_CELL)
 
@@ -147,7 +146,6 @@ def _saved(observations: Sequence[Observation]) -> str:
 
 
 def named(observations: Sequence[Observation]) -> str:
-    """Return points with their figures as text, at most `MOST_NAMED`."""
     figures = {each.figures for each in observations}
     if len(figures) == 1 and len(observations) > 1:
         return f"{figures.pop()} at each of {len(observations)} points."

@@ -41,9 +41,6 @@ def _verifying_mla(recordings: Recordings) -> list[RecordedRow]:
 
 
 def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    """Compare MLA's decode call with several rows and with one row. MLA's draft extend used the former even
-    before the change.
-    """
     rows = recordings.get("mla_decode", {}).get("rows", ())
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(

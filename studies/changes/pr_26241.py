@@ -12,9 +12,7 @@ STEPS_TOGETHER = ("per_step", "one_launch")
 
 
 def judge_draft_steps(recordings: Recordings) -> Answer:
-    """Compare the time of a draft's metadata with and without the ragged lists, and compare the saving with the claim's
-    figures.
-    """
+    """Compare a draft's metadata with and without the ragged lists, and the saving with the claim's figures."""
     recording = recordings["draft_steps"]
     rows = recording["rows"]
     long = [row for row in rows if row["point"].endswith("x80k/steps3")]
@@ -46,7 +44,6 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
 def _saved(
     rows: Sequence[RecordedRow], attention: str, plans: tuple[str, str], form: str = "", *, least_saved_us: float = 0.0
 ) -> list[Observation]:
-    """Return what the second plan saves over the first at the points that have both."""
     name = f"{attention.upper()}{form and ','}{form}"
 
     def named(row: RecordedRow) -> tuple[str, str]:

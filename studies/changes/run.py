@@ -1,8 +1,4 @@
-"""Measure SGLang's five changes on this machine's GPU, or read their recordings; then show the overview.
-
-A measurement runs the command of each change with its default sizes. Each command writes a JSON file to the folder. A failed
-command does not stop later commands. Without a GPU the overview shows the lab's recorded run, and says so.
-"""
+"""Measure SGLang's five changes on this machine's GPU, or read their recordings; then show the overview."""
 
 import subprocess
 import sys
@@ -26,12 +22,10 @@ Run = Callable[[Sequence[str]], int]
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command with this process's output; return its exit status."""
     return subprocess.run(command, check=False).returncode
 
 
 def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> dict[str, str]:
-    """Run the command of each change; return the failures by module."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
     for change in changes:
@@ -49,16 +43,11 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
     """Measure, or read recordings, and show the overview.
 
     Args:
-        recorded: the recordings; None measures where there is a GPU.
+        recorded: the folder of the recordings; None measures. Without a GPU, None shows the lab's recorded run, and says so.
         out: the folder of the recordings and the overview's page; with `recorded`, None writes no page.
-        only: numbers of the changes; all if empty.
-        run: runs a command; returns its exit status.
-
-    Returns:
-        WRONG if a command failed or a recording cannot be read, NOT_JUDGED if there is nothing to show, else DONE.
 
     Raises:
-        ValueError: a number is no change's, or `out` is the name of a file.
+        ValueError: a number of `only` is no change's, or `out` is the name of a file.
     """
     numbers = [change.number for change in CHANGES]
     if unknown := set(only) - set(numbers):

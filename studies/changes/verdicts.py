@@ -35,7 +35,6 @@ BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with
 
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
-    """Return the verdict of two times on the statement that more than `least_saved_us` is saved."""
     return STANDINGS[compare_times(before, after.plus(least_saved_us), INTERLEAVED).speed]
 
 
@@ -45,7 +44,6 @@ class Observation:
 
     Attributes:
         group: group of points that share a line of a table.
-        where: the point.
         figures: the numbers from which the verdict follows, as text.
         saved_us, ratio: time without the change minus the time with it, and their quotient; None if no times are compared.
     """
@@ -59,10 +57,7 @@ class Observation:
 
 
 def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least_saved_us: float = 0.0) -> Observation:
-    """Return the observation on the statement that more than `least_saved_us` is saved.
-
-    The clocks are by name, "" for the only one; the first one's times are the figures of the tables.
-    """
+    """Return the observation, by every clock, that more than `least_saved_us` is saved; the name of an only clock is ""."""
     said = {standing_of(*times, least_saved_us) for times in clocks.values()}
     if said == {Standing.HOLDS}:
         standing = Standing.HOLDS
@@ -89,12 +84,7 @@ def microseconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Aspect:
-    """A statement that points can confirm or contradict, with its observations.
-
-    Attributes:
-        of_claim: True if the change claims the statement. Statements that it does not claim are reported, but do not count in
-            its verdict.
-    """
+    """A statement with its observations. One that the change does not claim is reported, but does not count in its verdict."""
 
     statement: str
     observations: tuple[Observation, ...]
@@ -127,21 +117,13 @@ class Aspect:
 def aspects(
     claimed: Mapping[str, Sequence[Observation]], aside: Mapping[str, Sequence[Observation]] | None = None
 ) -> tuple[Aspect, ...]:
-    """Return the statements that a change claims, then those that are only reported."""
     listed = [Aspect(statement, tuple(found)) for statement, found in claimed.items()]
     return (*listed, *(Aspect(statement, tuple(found), of_claim=False) for statement, found in (aside or {}).items()))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict of the recordings of a change.
-
-    Attributes:
-        aspects: the statements with their observations.
-        setting: the measured setting, from the recording.
-        notes: sentences with more numbers from the recording.
-        missing: data that the recordings do not have.
-    """
+    """The verdict of a change's recordings: what was measured, sentences with more numbers, and what the recordings lack."""
 
     aspects: tuple[Aspect, ...]
     setting: str
@@ -150,12 +132,10 @@ class Answer:
 
     @property
     def claimed(self) -> list[Observation]:
-        """Return the observations of the statements that the change claims."""
         return [each for aspect in self.aspects if aspect.of_claim for each in aspect.observations]
 
     @property
     def verdict(self) -> str:
-        """Return the verdict on all that the change claims, in a word or two."""
         said = {each.standing for each in self.claimed}
         if not said:
             return NOT_RECORDED

@@ -20,10 +20,9 @@ class Look:
     """The style of a kind of cell.
 
     Attributes:
-        face, edge: colours of a cell's inside and border; without a border ("none"), cells touch.
+        edge: colour of the border; without one ("none"), cells touch.
         meaning: the legend's words for the kind; "" leaves it out of the legend.
         hatch: hatching of the inside, so that important kinds can be distinguished without colours.
-        linestyle: line style of the border.
         ink: colour of the words in a cell.
     """
 
@@ -72,7 +71,6 @@ class Line:
 
 
 def check_legible(count: int, unit: str, most: int, advice: str) -> None:
-    """Raise ValueError, with advice, if there are more units side by side than can be read."""
     if count > most:
         raise ValueError(
             f"{count} {unit} side by side, more than {most}, which is as many as can be read side by side: {advice}"
@@ -94,12 +92,8 @@ def cells_figure(
     """Draw lines from the top, and a legend of the kinds that there are.
 
     Args:
-        title, subtitle: above all; the subtitle may have lines.
-        lines: in their order.
-        kinds: by the key that cells have.
         columns: the first and the last x.
-        across: what is written above the lines, by the x of its middle.
-        rotation: of what is written above, in degrees.
+        across: what is written above the lines, by the x of its middle; `rotation` turns it, in degrees.
         square: cells are as wide as high.
         dot: the legend's words for dots.
     """

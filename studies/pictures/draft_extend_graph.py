@@ -52,10 +52,7 @@ ARM_WORDS = {"eager": "launched one by one", "graph": "replayed, the copies into
 
 
 def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the recorded `modes` of one mode: the time from the call to an idle GPU, eagerly and replayed.
-
-    Marks are the host's and the kernels' own times.
-    """
+    """Draw the recorded `modes` of one mode: time from the call to an idle GPU, and the host's and the kernels' own times."""
     sizes = sorted({row["batch_size"] for row in rows})
     figure, axes = style.one_panel(title, 1.6 + 0.5 * len(sizes), grid="x")
     held_back = f"the same, clocks held back ({_limits_of(rows)})"
@@ -77,7 +74,6 @@ def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figu
 
 
 def _limits_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what held the clocks back in any of the rows; "" for nothing."""
     return ", ".join(sorted({reason for row in rows for reason in row["throttled_by"] or ()}))
 
 

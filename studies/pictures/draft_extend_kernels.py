@@ -1,7 +1,4 @@
-"""Draft extend on the decode call against the context call: maps over requests and keys, and cuts through one point.
-
-Rows are those of `results/<gpu>/draft_extend_kernels.json`, as `studies.draft_extend_kernels` writes them.
-"""
+"""Draft extend on the decode call against the context call, from rows of `results/<gpu>/draft_extend_kernels.json`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite
@@ -63,10 +60,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
 
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
-    """Draw the floor in percent of each call's time: a line of panels per call, a panel per number of query rows.
-
-    Cells as in `crossover_figure`; their gid begins with the variant. Raises ValueError if a number has no row.
-    """
+    """Draw the floor in percent of each call's time, in cells as in `crossover_figure`; ValueError: a number has no row."""
     points = points_of(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}
     for variant in ("decode", "context"):
@@ -81,10 +75,7 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
 
 
 def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, kv_len: int, q_len: int) -> Figure:
-    """Draw two cuts through one point: each variant's time over the query rows, and over the keys; and the floor.
-
-    Raises ValueError, with the points that were measured, if this one was not.
-    """
+    """Draw each variant's time over the query rows, and over the keys, through one point; ValueError: it was not measured."""
     rows = list(rows)
     chosen = {"requests": requests, "kv_len": kv_len, "q_len": q_len}
     measured = {(row["requests"], row["kv_len"], row["q_len"]) for row in rows}
@@ -121,7 +112,6 @@ def _map_figure(
     bands: Bands,
     in_words: Callable[[float], str],
 ) -> Figure:
-    """Draw panels, given by their words: query rows, and a value for each measured (requests, keys)."""
     measured = {point for _, values in panels.values() for point in values}
     counts, keys = sorted({requests for requests, _ in measured}), sorted({kv_len for _, kv_len in measured})
     looks: dict[Any, Look] = {**bands, "not measured": NOT_MEASURED, "name": Look("white")}
@@ -162,7 +152,6 @@ def _looks(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
 
 
 def _counted(name: str, count: int) -> str:
-    """Return such as "8 query rows" for a row's `requests`, `kv_len` or `q_len`."""
     noun = {"requests": "request", "kv_len": "key", "q_len": "query row"}[name]
     return f"{style.in_short(count)} {noun}{'' if count == 1 else 's'}"
 

@@ -1,7 +1,4 @@
-"""The metadata of a multi-step draft, which parts of it are read, and the time that each part takes.
-
-Rows are those of `results/<gpu>/draft_steps.json`, as `studies.draft_steps` writes them.
-"""
+"""The metadata of a multi-step draft, and the time that its parts take, from rows of `results/<gpu>/draft_steps.json`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
@@ -46,10 +43,6 @@ def built_figure(
 
     A slot of a list has the gid "list <step> <request> <slot>", a page "page <step> <request> <page>".
 
-    Args:
-        batch, pool: a draft decode of chains, and the pool of its requests.
-        prepared, buffers: written by `DraftPlan.COMMON_TEMPLATE`.
-
     Raises:
         ValueError: the buffers have no lists, or the requests are too long to be drawn.
     """
@@ -88,7 +81,6 @@ def built_figure(
 
 
 def _step_lines(starts: Sequence[int], step: int, draft_step: DraftStep, page_size: int) -> list[Line]:
-    """Return a line of rulers, as long as the lengths that the kernel gets, and a line of the pages that they cover."""
     seq_lens, table = draft_step.metadata.seq_lens, draft_step.metadata.block_tables
     placed = list(zip(starts, seq_lens.tolist(), strict=True))
     pages = [
@@ -101,10 +93,7 @@ def _step_lines(starts: Sequence[int], step: int, draft_step: DraftStep, page_si
 
 
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """Draw the GPU time of one draft's metadata over the length of its requests, by plan: columns of batch sizes, MHA over MLA.
-
-    The rows of equal requests, static buffers and `num_steps` steps are drawn; raises ValueError if there is none.
-    """
+    """Draw the GPU time of a draft's metadata over equal requests' length, by plan: columns of batch sizes, MHA over MLA."""
     drawn = _uniform(rows, mode="draft_steps", num_steps=num_steps)
     figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
     for (attention, requests), axes in panels.items():
@@ -119,10 +108,7 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
 
 
 def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """Draw the GPU time of the ragged lists alone over the length of the requests, by schedule, and the floor of their bytes.
-
-    Args, raises: as `draft_times_figure`.
-    """
+    """Draw the GPU time of the ragged lists alone over the length of equal requests, by schedule, and their bytes' floor."""
     drawn = _uniform(rows, mode="kv_indices", num_steps=num_steps)
     figure, panels = _panels(drawn, ("lists",), title, f"{num_steps} steps")
     for (_, requests), axes in panels.items():
@@ -135,10 +121,7 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
 
 
 def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int, tokens: int) -> Figure:
-    """Draw the GPU time of one draft's metadata over `speculative_num_steps`, by plan, at one batch size and length.
-
-    Raises ValueError if there is no such row.
-    """
+    """Draw the GPU time of a draft's metadata over `speculative_num_steps`, by plan; ValueError: no such row."""
     drawn = _uniform(rows, mode="draft_steps", requests=requests, kv_tokens=requests * tokens)
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
@@ -188,14 +171,12 @@ def _with(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str,
 
 
 def _uniform(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
-    """Return the rows with the wanted values of batches whose requests are equally long."""
     return _with((row for row in rows if not row["point"].startswith("trace")), **wanted)
 
 
 def _points(
     rows: Iterable[Mapping[str, Any]], across: str = "tokens", value: str = "median_us", **wanted: Any
 ) -> tuple[list[float], list[float]]:
-    """Return x and y of the rows with the wanted values, in order of x: a column, or tokens per request for "tokens"."""
     found = sorted(
         (row["kv_tokens"] / row["requests"] if across == "tokens" else row[across], row[value])
         for row in _with(rows, **wanted)
@@ -208,7 +189,6 @@ def _points(
 def _panels(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, what: str
 ) -> tuple[Figure, dict[tuple[str, int], Axes]]:
-    """Make panels by name and number of requests: tokens across, GPU time upwards, the same axes for all."""
     counts = _counts_on_the_grid(rows)
     if not counts:
         raise ValueError(f"no recorded row has {what}")

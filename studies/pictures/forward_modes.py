@@ -29,7 +29,6 @@ class RequestReads:
     """The keys that the query rows of one request read by the metadata, and those that they must read.
 
     Attributes:
-        engine_len, kernel_len: tokens by the engine's `seq_lens`, and by the length that the kernel gets.
         tokens: tokens with K and V in the pool when the kernel runs, the new ones included.
         new: the number of new ones: written by this pass, or by the steps of this draft.
         rows: of the query tensor, in the order of the request's newest tokens.
@@ -48,24 +47,19 @@ class RequestReads:
         return range(max(0, self.kernel_len - (self.rows.stop - 1 - row)))
 
     def wanted(self, row: int) -> range:
-        """Return the positions that a row must read: up to its own token."""
         return range(self.own_position(row) + 1)
 
     def own_position(self, row: int) -> int:
         return self.tokens - (self.rows.stop - row)
 
     def kind(self, position: int) -> str:
-        """Return the content of a position's slot: "cached", "new" or "empty"."""
         if position >= self.tokens:
             return "empty"
         return "new" if position >= self.tokens - self.new else "cached"
 
 
 def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> list[RequestReads]:
-    """Return what each request of a pass with full attention reads.
-
-    The tokens come from the batch and not from the metadata: wrong metadata of any source shows.
-    """
+    """Return what each request of a full-attention pass reads; tokens come from the batch, so that wrong metadata shows."""
     offsets, kernel_lens = metadata.cu_seqlens_q.tolist(), metadata.cache_seqlens_int32.tolist()
     reads = []
     for i, engine_len in enumerate(batch.seq_lens.tolist()):
@@ -88,9 +82,6 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
     """Draw the pages and tokens of each request, and below them a line per query row with the keys that it reads.
 
     A cell of a query row has the gid "<kind> <query row> <position>", a kind of `KINDS`. Without a title it is the mode.
-
-    Raises:
-        ValueError: a request of more than `MOST_SLOTS` slots.
     """
     reads = request_reads(batch, pool, metadata)
     slots = max((len(_columns(each, pool.page_size)) for each in reads), default=0)
@@ -114,7 +105,6 @@ def _columns(reads: RequestReads, page_size: int) -> range:
 
 
 def _lines(request: int, reads: RequestReads, page_size: int) -> Iterator[Line]:
-    """Yield the lines of a request: both lengths, pages, tokens, query rows."""
     added = reads.kernel_len - reads.engine_len
     sum_of = f" = {reads.engine_len} {'+' if added > 0 else '−'} {abs(added)}" if added else ""
     yield Line(heading=f"request {request}")
@@ -136,7 +126,6 @@ def _lines(request: int, reads: RequestReads, page_size: int) -> Iterator[Line]:
 
 
 def _row_cells(row: int, reads: RequestReads) -> Iterator[tuple[int, str]]:
-    """Yield position and kind of each key that the row reads or must read."""
     read, wanted = reads.read(row), reads.wanted(row)
     for position in range(max(len(read), len(wanted))):
         if position not in read:

@@ -30,16 +30,13 @@ Record = Mapping[str, Any]  # a row of results/mutants.json.gz
 def _table(
     title: str, lines: Mapping[str, Sequence[Box]], columns: Sequence[str], kinds: Mapping[str, Look], **more: Any
 ) -> Figure:
-    """Draw lines of cells, by their names, under names of columns."""
     drawn = [Line(name, cells) for name, cells in lines.items()]
     across = {place + 0.5: name for place, name in enumerate(columns) if name}
     return cells_figure(title, drawn, kinds, (0, len(columns)), across=across, **more)
 
 
 def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
-    """Return different mutants, one for each check: among those not yet chosen, the mutant that the fewest
-    further checks find.
-    """
+    """Return different mutants, one for each check: among those not yet chosen, the mutant that the fewest checks find."""
     chosen: dict[str, Record] = {}
     for check in checks:
         found = sorted(
@@ -52,19 +49,12 @@ def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list
 
 
 def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
-    """Draw all mutants: a column each, a line per check and, beneath, a line per upstream rule.
-
-    Args:
-        records: rows of results/mutants.json.gz.
-        checks: keys, in order; after each, how many mutants it finds.
-        rules: names of the upstream rules, in the order of the records' numbers; after each, how many it lets through.
-    """
+    """Draw all mutants: a column each, a line per check with how many it finds, and a line per rule with how many it passes."""
     groups = grouped((_family(record), record) for record in records)
     widths = [len(group) + len(records) / 100 for group in groups.values()]  # a ranges after each group
     starts = list(accumulate(widths, initial=0.0))
 
     def by_kills(record: Record) -> Any:
-        """Return a sorting key: most checks first, then by their names, so that equal columns come together."""
         return -len(record["kills"]), [key not in record["kills"] for key in checks], record["mutant"]
 
     ordered = [
@@ -105,12 +95,7 @@ def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
-    """Draw the error of each output vector over its bound: a cell per query row and head, blue within the bound, red beyond.
-
-    Args:
-        error, bound: relative L2, [num_rows, num_heads]; what is not finite is drawn as the largest.
-        request_of_row: int [num_rows].
-    """
+    """Draw the error of each output vector over its bound, [num_rows, num_heads] each: blue within the bound, red beyond."""
     ratios = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).T.tolist()
     requests = [(f"request {request}", len(list(rows))) for request, rows in groupby(request_of_row.tolist())]
     starts = accumulate((width for _, width in requests), initial=0)
@@ -143,7 +128,6 @@ def passing_figure(
 
 
 def _family(record: Record) -> str:
-    """Return the family of a mutant, by which the columns are grouped."""
     first = record["interface"][0]
     if "mla_decode_metadata" in first or "mha_metadata" in first:
         return "metadata"

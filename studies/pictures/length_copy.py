@@ -1,7 +1,4 @@
-"""A decode loop that waits for its lengths and one that does not, drawn as a CPU lane and a GPU lane; and verify masks.
-
-Recorded variants are those of `results/<gpu>/length_copy.json`, as `studies.length_copy` writes them.
-"""
+"""A decode loop's CPU and GPU lanes with and without the copy of its lengths, from `length_copy.json`; and verify masks."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -65,10 +62,7 @@ class LoopExcerpt:
 
 
 def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
-    """Return the steps that a recorded variant's `timeline` holds: rows of lane, name, start and duration in µs.
-
-    Raises ValueError if there is no step, or if the steps have different numbers of GPU activities.
-    """
+    """Return the steps of a recorded variant's `timeline`; ValueError: no step, or unequal numbers of GPU activities."""
     ranges = [(name, start, us) for lane, name, start, us in variant["timeline"] if lane == "host"]
     hosts = sorted((start, int(name.split()[1]), us) for name, start, us in ranges if name.startswith("step "))
     activities = [(start, us) for lane, _, start, us in variant["timeline"] if lane.startswith("GPU")]
@@ -90,7 +84,6 @@ def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
 
 
 def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
-    """Return the step's range on the host, divided into working and waiting spans."""
     spans, at_us = [], start_us
     for wait_us, duration_us in sorted(waits):
         if start_us <= wait_us < end_us:
@@ -146,7 +139,6 @@ def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
 
 
 def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_us: float) -> None:
-    """Draw the time of each lane before and after the excerpt."""
     look = {"color": ELSEWHERE_COLOUR, "linewidth": 0, "label": "other steps, not recorded"}
     for lane in Lane:
         spans = excerpt.of(lane)
@@ -188,13 +180,7 @@ def step_time_figure(
     title: str,
     chosen: int | None = None,
 ) -> Figure:
-    """Draw the time of a step over the number of layers, for two loops; the time above the GPU's own work is bubble.
-
-    Args:
-        gpu_us: GPU work of a step, by number of layers.
-        step_us: by the loop's name, the slower first, the time from one step to the next; at least `gpu_us`.
-        chosen: a number of layers to mark.
-    """
+    """Draw the time of a step over the number of layers, for two loops, the slower first; time above `gpu_us` is bubble."""
     figure, axes = style.one_panel(title, 3.3)
     axes.plot(num_layers, gpu_us, "--", color=style.TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
     (slower, slower_us), (faster, faster_us) = step_us.items()
@@ -245,7 +231,6 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
 
 
 def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return of each request the first cell of its block, the columns of the prefix, and all columns."""
     blocks, cell = [], 0
     for length in seq_lens:
         prefix = length if mask.form is VerifyMaskForm.FULL else 0

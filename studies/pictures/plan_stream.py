@@ -40,14 +40,8 @@ def two_lane_figure(
 ) -> Figure:
     """Draw recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
 
-    A kernel is a `Rectangle` whose gid is "<stream> <phase>". Verify goes on beyond the picture.
-
-    Args:
-        timelines: events of one iteration each, by heading.
-        window_us: the part to draw, from the iteration's first kernel on; None ends it shortly after the last start of verify.
-
-    Raises:
-        ValueError: no timeline, or an empty window.
+    A kernel is a `Rectangle` whose gid is "<stream> <phase>". `window_us` counts from the iteration's first kernel; None ends
+    shortly after the last start of verify. Raises ValueError for no timeline or an empty window.
     """
     if not timelines:
         raise ValueError("no timeline to draw: pass at least one iteration's events")
@@ -75,7 +69,6 @@ def _draw_event(axes: Axes, event: PhaseEvent, least_us: float) -> None:
 
 
 def _draw_gap(axes: Axes, events: Iterable[PhaseEvent], window: tuple[float, float]) -> None:
-    """Draw an arrow from the draft's end to verify's start, with its duration."""
     ended, started = draft_to_verify_us(events)
     y = len(LANES) + 0.12
     for x in (ended, started):
@@ -107,10 +100,7 @@ class Saved:
 
 
 def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
-    """Subtract iterations planned after the inputs from those planned in line, for each kind of recorded `arms` with both.
-
-    Runs of the same number are of one round.
-    """
+    """Subtract iterations planned after the inputs from those planned in line; runs of the same number are of one round."""
     saved = []
     for before, beside in pairs(rows, "start", "in line", "after the inputs", ("drafts", "builder", "draft_us")):
         untraced_us = before["unprofiled_iteration_us"], beside["unprofiled_iteration_us"]
@@ -166,13 +156,9 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
 
 
 def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
-    """Draw a table of causes and effects: a line per cause, a column per tensor that verify gets.
+    """Draw whether each tensor that verify gets changes with each cause; `known` says when a cause is final.
 
     A cell has the gid "changes <cause>/<tensor>" or "same <cause>/<tensor>".
-
-    Args:
-        changed: by cause, whether each tensor changes; all causes have the same tensors.
-        known: of each cause, when it is final.
     """
     kinds = {"changes": Look(PHASES["plan"], ink="white"), "same": Look("#F2F2F2", ink="#777777")}
     lines = []

@@ -16,15 +16,9 @@ LOOKS = {
 
 
 def calls_figure(calls: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the calls of each attention that was served in shadow: the keys of a call's longest request over the step.
+    """Draw, of each attention served in shadow, the keys of a call's longest request over the step; ValueError: no call.
 
     The calls of a step, one of each layer, lie side by side. The marks of a verdict have the gid "<attention> <verdict>".
-
-    Args:
-        calls: the recorded calls; at least one.
-
-    Raises:
-        ValueError: there is no call.
     """
     names = list(dict.fromkeys(call["attention"] for call in calls))
     if not names:

@@ -17,17 +17,7 @@ LOOKS = {
 
 
 def pages_figure(tables: torch.Tensor, kv_lens: torch.Tensor, page_size: int, title: str) -> Figure:
-    """Draw a line per request: its number of keys, and the page ids in its row of the table.
-
-    Args:
-        tables: int [num_requests, num_columns].
-        kv_lens: int [num_requests], keys of each request.
-        page_size: keys per page.
-        title: the picture's title.
-
-    Raises:
-        ValueError: the table has more columns than can be read side by side.
-    """
+    """Draw a line per request: its number of keys, and the page ids in its row of the table, [num_requests, num_columns]."""
     check_legible(tables.shape[1], "pages", MOST_COLUMNS, "draw the first columns alone")
     rows, lengths = tables.tolist(), kv_lens.tolist()
     live = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]

@@ -13,12 +13,7 @@ from lab.reports.recorded import Row
 
 @dataclass(frozen=True)
 class FloorParts:
-    """The memory time and the matrix time of an amount of work, in µs; the longer time is the floor.
-
-    Attributes:
-        amount: amount of work in the unit of the axis, such as query tokens per request.
-        memory_us, matrix_us: bytes over a bandwidth, and operations over a matrix rate.
-    """
+    """The memory time and the matrix time of an amount of work, in µs; the longer time is the floor."""
 
     amount: float
     memory_us: float
@@ -32,12 +27,9 @@ class FloorParts:
 def bound_figure(
     parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[tuple[float, Row]] = ()
 ) -> Figure:
-    """Draw the memory time and the matrix time as lines; the upper line is the floor. The matrix-bound part is shaded.
+    """Draw the memory time and the matrix time over the amount, sorted; the upper line is the floor.
 
-    Args:
-        parts: the times, sorted by amount.
-        title, amount_label: texts above and below the axes.
-        timed: amounts with measurements of the same work, drawn as marks; hollow marks are throttled.
+    Marks are measurements of the same work, by amount; hollow marks are throttled. The matrix-bound part is shaded.
     """
     figure, axes = style.one_panel(title, 4.6, log="xy")
     amounts = [part.amount for part in parts]
@@ -73,12 +65,7 @@ def bound_figure(
 
 
 def clocks_figure(readings_us: Mapping[str, Mapping[str, float | None]], base: str, title: str) -> Figure:
-    """Draw each clock's reading relative to the base clock's reading, which is written after the name of the work.
-
-    Args:
-        readings_us: µs per call by work and clock; None if a clock cannot time the work.
-        base: the clock by whose readings all readings are divided; it must have timed all work.
-    """
+    """Draw each clock's reading, µs per call by work and clock, relative to the base clock's, which must time all."""
     clocks = [name for name in dict.fromkeys(name for each in readings_us.values() for name in each) if name != base]
     figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings_us), log="x")
     labels = []

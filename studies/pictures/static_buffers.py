@@ -107,13 +107,7 @@ def written_cells(buffers: Mapping[str, Tensor], replay: Callable[[], object]) -
 
 @dataclass(frozen=True, eq=False)
 class ReplayedBuffers:
-    """The static buffers while a replay runs: values and states of every cell, by buffer, for `buffers_figure`.
-
-    Attributes:
-        values, states: lists of the buffer's shape; `hidden_states` has one cell per row.
-        num_requests, captured_size, max_batch_size: of the batch, of the graph that ran, of the buffers.
-        width: query rows of each request.
-    """
+    """The values and states of every cell of the static buffers while a replay runs; `hidden_states` has one cell per row."""
 
     values: Mapping[str, list[Any]]
     states: Mapping[str, list[Any]]
@@ -133,13 +127,7 @@ def replayed_buffers(
     written: Mapping[str, Tensor],
     earlier: Sequence[Mapping[str, Tensor]] = (),
 ) -> ReplayedBuffers:
-    """Return the state of every cell of a graph's buffers, right after a replay.
-
-    Args:
-        num_requests: of the batch, without padding.
-        written: the cells that this replay wrote, from `written_cells`.
-        earlier: the same of each earlier replay.
-    """
+    """Return the state of every cell right after a replay, from the cells that it and earlier replays wrote."""
     size = graph.runner.size_for(num_requests)
     page_size = graph.runner.pool.page_size
     buffers = static_buffers(graph)
@@ -177,12 +165,9 @@ def replayed_buffers(
 
 
 def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
-    """Draw the value and the state of every cell of the static buffers.
+    """Draw the value and the state of every cell of the static buffers; ValueError: they are not legible.
 
     A cell has the gid "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
-
-    Raises:
-        ValueError: more than `MOST_ROWS` query rows, which would not be legible.
     """
     rows = buffers.max_batch_size * buffers.width
     check_legible(rows, "query rows", MOST_ROWS, "capture smaller sizes, or fewer rows of each request")
@@ -207,7 +192,6 @@ def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
 
 
 def _lines(name: str, buffers: ReplayedBuffers) -> list[Line]:
-    """Return the lines of a buffer: one, or of a page table one per request."""
     values, states, along = buffers.values[name], buffers.states[name], ALONG[name]
     if along is not Along.PAGES:
         cells = []
