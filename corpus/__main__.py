@@ -35,9 +35,6 @@ HEAD = """# Wrong kernels, and what finds them
 
 
 def record_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Judge one kernel, and continue its earlier report if there is one; return its name, its cases and the
-    first wrong case.
-    """
     report = options.reports / f"{name}.json"
     keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
     kernel = f"corpus.right:{name}" if name in RIGHT else f"corpus:{name}"

@@ -10,7 +10,6 @@ from corpus.wrong import KERNELS, WrongKernel
 
 
 def _imported(package: ModuleType) -> dict[str, WrongKernel]:
-    """Import the modules of a package and return the kernels that they define."""
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
     return {

@@ -49,7 +49,6 @@ class Part:
         return (products * self.bmm1_scale).masked_fill(~self.visible, -math.inf)
 
     def over(self, keys: slice) -> "Part":
-        """Return the part with only some of the keys, and without sinks."""
         return replace(
             self,
             keys=self.keys[:, keys],
@@ -221,7 +220,6 @@ class Tiles(RightKernel):
         return _quotient(sums, total) * part.bmm2_scale, _finite(largest) + torch.log(total)
 
     def first_maximum(self, part: Part) -> Tensor:
-        """Return the maximum before the first tile."""
         return part.sinks
 
     def exponential(self, difference: Tensor) -> Tensor:

@@ -199,7 +199,6 @@ class Model:
 
 
 def _attribute(cls: type[Any], name: str, value: Any) -> Any:
-    """Return the value that a keyword gives to an attribute of a class."""
     if not hasattr(cls, name):
         raise TypeError(f"{cls.__name__} has no attribute {name!r}")
     if name == "where":

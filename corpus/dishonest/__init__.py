@@ -38,5 +38,4 @@ def dishonest(said: str, *, needs_gpu: bool = False) -> Callable[[type[Any]], An
 
 
 def kernels(module: Any) -> list[Any]:
-    """Return the dishonest kernels of a module."""
     return [each for each in vars(module).values() if isinstance(getattr(each, "refusal", None), Refusal)]

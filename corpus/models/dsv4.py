@@ -23,7 +23,6 @@ class DSV4Decode(Model, interface=(DSV4,)):
         return call.returned(out)
 
     def changed(self, problem: TwoPools, call: DSV4DecodeCall) -> TwoPools:
-        """Return the problem to solve, which a wrong kernel may change."""
         return self.misread(problem, call)
 
     def finish(self, problem: TwoPools, out: Tensor) -> None:

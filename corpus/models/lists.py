@@ -205,11 +205,9 @@ class DraftListsModel(Model, interface=(LISTS,)):
         return req_to_token[req_pool_indices.to(torch.int64)]
 
     def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
-        """Return the (request, branch) pairs in the order of their lists."""
         return [(request, branch) for request in range(num_requests) for branch in range(topk)]
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-        """Return the column of a branch's first draft slot."""
         return draft_start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
 
     def kept(self, length: int, window_size: int, sink_size: int) -> list[int]:
@@ -247,12 +245,10 @@ class DraftListsModel(Model, interface=(LISTS,)):
         return torch.where(inside, row[torch.where(inside, index, 0)], 0)
 
     def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
-        """Write a step's lists, and cut them at the end of the step's row."""
         slots = slots[: kv_indices.shape[1]]
         kv_indices[step, : len(slots)] = slots.to(kv_indices.dtype)
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
-        """Return the end of each list."""
         return list(accumulate(position + step + 1 for position in positions))
 
     def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:

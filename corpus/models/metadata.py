@@ -17,8 +17,6 @@ from lab.metadata.mla.metadata import (
 
 
 class MHABuilder(Model, interface=(MHA_METADATA,)):
-    """`lab.metadata.build_mha_metadata`, followed by a change of its result."""
-
     def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool, **options: bool) -> TRTLLMMHAMetadata:
         return self.changed(build_mha_metadata(batch, pool, **options), batch, pool)
 
@@ -27,8 +25,6 @@ class MHABuilder(Model, interface=(MHA_METADATA,)):
 
 
 class MLABuilder(Model, interface=(MLA_METADATA,)):
-    """`lab.metadata.build_mla_decode_metadata`, with a change of its arguments or of its result."""
-
     def build_mla_decode_metadata(
         self, batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
     ) -> TRTLLMMLADecodeMetadata:
@@ -43,8 +39,6 @@ class MLABuilder(Model, interface=(MLA_METADATA,)):
 
 
 class MLAPrefillBuilder(Model, interface=(MLA_PREFILL,)):
-    """`lab.metadata.build_mla_prefill_metadata`, followed by a change of its result."""
-
     def build_mla_prefill_metadata(
         self, batch: ForwardBatch, pool: KVPool, **settings: bool
     ) -> TRTLLMMLAPrefillMetadata:
@@ -57,8 +51,6 @@ class MLAPrefillBuilder(Model, interface=(MLA_PREFILL,)):
 
 
 class DSV4Builder(Model, interface=(DSV4_METADATA,)):
-    """`lab.metadata.build_dsv4_metadata`, followed by a change of its result."""
-
     def build_dsv4_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
         return self.changed(build_dsv4_metadata(batch, pool), batch, pool)
 

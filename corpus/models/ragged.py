@@ -26,11 +26,9 @@ class Ragged(Model, interface=(RAGGED,)):
         return problem.returned(out, lse_log2)
 
     def posed(self, call: RaggedContextCall) -> RaggedAttention:
-        """Return the problem that the call defines."""
         return call.problem()
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        """Return the problem to solve, which a wrong kernel may change."""
         return self.misread(problem)
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
@@ -50,7 +48,6 @@ class ReadOnce(Model):
     fields: tuple[str, ...] = ()
 
     def changed(self, problem: Problem) -> Problem:
-        """Return the problem with the copies in place of the tensors."""
         return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
 
     def _kept(self, problem: Any, value: Any) -> Any:

@@ -39,7 +39,6 @@ class SelectedSplitKV(SplitKV, selects_entries=True):
         return problem.selected[tile.first_row, : tile.key_end].to(torch.int64)
 
     def is_entry(self, places: Tensor) -> Tensor:
-        """Return which places are entries, bool [num_columns]."""
         return places >= 0
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
@@ -59,5 +58,4 @@ class SelectedSplitKV(SplitKV, selects_entries=True):
         return torch.where(is_entry.view(1, -1, 1), tokens, 0.0)
 
     def page(self, problem: PagedAttention, places: Tensor) -> Tensor:
-        """Return the page of each place, int64 [num_columns]."""
         return places // problem.page_size

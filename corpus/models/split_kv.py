@@ -140,11 +140,9 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return self.changed(call.problem())
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
-        """Return the problem to solve, which a wrong kernel may change."""
         return self.misread(problem)
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
-        """Return the number of keys of each request."""
         return problem.seq_lens.tolist()
 
     def row_offsets(self, problem: PagedAttention) -> list[int]:
@@ -157,7 +155,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return heads // problem.group
 
     def sinks(self, problem: PagedAttention) -> Tensor | None:
-        """Return the sinks, float32 [num_qo_heads], or None."""
         return problem.sinks
 
     def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
@@ -305,7 +302,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return row[columns].to(torch.int64)
 
     def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
-        """Return the row of the page table that a tile reads."""
         return tile.request
 
     def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
@@ -320,7 +316,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return tokens.to(torch.float32).transpose(0, 1)
 
     def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
-        """Compute each split of a tile separately."""
         positions = torch.arange(tile.key_start, tile.key_end, device=problem.query.device)
         heads = self.kv_heads(problem)
         keys, values = (side[heads] for side in (f(problem, tile, positions) for f in (self.keys, self.values)))
@@ -355,7 +350,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return torch.exp(scores - finite_or_zero(largest).unsqueeze(-1))
 
     def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        """Merge all splits of a tile into its rows."""
         sinks = self.sinks(problem)
         largest = partials.largest.amax(dim=-1)
         if sinks is not None:
@@ -396,7 +390,6 @@ class Conditional(Forgiving):
 
 
 def partials_size(problem: PagedAttention, tile: RowTile) -> int:
-    """Return the number of elements of a tile's partial results."""
     return problem.num_qo_heads * tile.num_rows * tile.num_splits * (2 + problem.v_head_dim)
 
 
