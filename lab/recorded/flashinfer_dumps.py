@@ -98,10 +98,10 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor] | None:
             try:
                 require(f"reading {path}", "safetensors")
                 import safetensors.torch
-
-                tensors = safetensors.torch.load_file(regular)
             except ModuleNotFoundError as error:
                 raise RecordingError(str(error)) from error
+            try:
+                tensors = safetensors.torch.load_file(regular)
             except safetensors.SafetensorError as error:
                 raise ValueError(str(error)) from error
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):

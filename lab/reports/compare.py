@@ -331,4 +331,4 @@ def _two_clocks(first: Row, other: Row, key: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> Sequence[float]:
-    return () if clock_mhz is None else clock_mhz if isinstance(clock_mhz, Sequence) else (clock_mhz,)
+    return () if clock_mhz is None else clock_mhz if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

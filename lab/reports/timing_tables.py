@@ -127,7 +127,7 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
     """Return a cell with an implementation's median. Its style says how it compares with the fastest implementation."""
-    found = next(((row, speed) for row, speed in rivals if row.implementation == implementation), None)
+    found = next(((row, speed) for row, speed in reversed(rivals) if row.implementation == implementation), None)
     return replace(number(found[0].median_us, 1), style=MEDIAN_STYLES.get(found[1], "")) if found else words(None)
 
 

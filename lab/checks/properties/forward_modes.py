@@ -8,7 +8,6 @@ window, tensor-parallel slice, contents), and every combination of mode, geometr
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -231,16 +230,15 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
     try:
         forward.run(run.engine(), out)
         run.expect_close("the pass", Result(forward.rows_of_requests(out), None), truth)
-        others: dict[str, Callable[[Tensor], None]] = {}
+        others: dict[str, tuple[CallForm, Callable[[EnginePass, Any, Tensor], object]]] = {}
         if CallForm.PREPARED in run.forms:
-            others["the pass, by whole calls"] = partial(forward.run, run.engine(CallForm.WHOLE))
+            others["the pass, by whole calls"] = CallForm.WHOLE, lambda forward, *given: forward.run(*given)
         for form in run.forms[1:] if not getattr(forward, "shards", ()) else ():
-            made_before = partial(_made_before, forward, run.engine(form))
-            others[f"the pass, {form.name.lower()} on other contents"] = made_before
-        for what, make in others.items():
+            others[f"the pass, {form.name.lower()} on other contents"] = form, _made_before
+        for what, (form, make) in others.items():
             unwritten(out)
             with run.noting(what):
-                make(out)
+                make(forward, run.engine(form), out)  # each engine has a workspace, of 520 MiB on a GPU
                 run.expect_close(what, Result(forward.rows_of_requests(out), None), truth)
     except Unsupported as declined:
         if declined.late:

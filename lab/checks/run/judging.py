@@ -57,7 +57,8 @@ def judge_case(
     """
     where = device_of(device)
     name, loaded = named_implementation(implementation)
-    chosen = checks_by_key().get(check) or checks_named(check)[0]
+    by_key = checks_by_key()
+    (chosen,) = (by_key[check],) if check in by_key else checks_named(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
     judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
