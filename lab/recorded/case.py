@@ -71,7 +71,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     ]
     chosen = [case for case in cases if number in (None, case.number)]
     if not chosen:
-        has = f"has no call {number}; it has {len(cases)}" if cases else "has no calls: `lab record` records calls"
+        has = f"has no call {number}; it has {len(cases)}" if cases else "has no calls itself: `lab record` makes some"
         raise RecordingError(f"{folder} {has}")
     return chosen
 

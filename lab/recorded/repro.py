@@ -39,7 +39,7 @@ def write_repro(
         torch.save(saved, folder / "repro.pt")
     (folder / "repro.py").write_text(program)
     reads = " It reads `repro.pt`." if saved else ""
-    program_line = f"`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.{reads}\n"
+    program_line = f"`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong, or crashes.{reads}\n"
     (folder / "ISSUE.md").write_text("\n".join([*_issue(call, fault, versions, called), program_line]))
 
 

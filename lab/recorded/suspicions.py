@@ -61,7 +61,7 @@ class RecordedInputs:
     def _origin(self, request: int, seen: torch.Tensor, kv_head: int) -> str:
         problem, keys = self.problem, [key for key in self._non_finite(request) if key[2] == kv_head]
         for side, token, _ in sorted(keys, key=lambda key: not seen[key[1]]):
-            words = self._words(request, side, token, kv_head)
+            words = self._words(request, side, token, kv_head).replace(" holds", ", which holds")
             return f"{'it sees' if seen[token] else 'it must not see'} {words}"
         if isinstance(problem, PagedAttention) and problem.selected is None and len(seen) % problem.page_size:
             for side, cache in enumerate(() if problem.is_nvfp4 else (problem.k_cache, problem.v_cache)):
@@ -69,7 +69,7 @@ class RecordedInputs:
                 if not bool(cache[page, :, slot + 1 :].to(torch.float32).isfinite().all()):
                     where = f"page {self._id(page)} holds a non-finite {'KV'[side]}"
                     return f"{where} after the request's last key, which no row sees"
-        return "all that it sees is finite"
+        return "the keys and values that it sees are finite"
 
     def _non_finite(self, request: int) -> list[tuple[int, int, int]]:
         return [  # the side (0: K, 1: V), index among the keys of the request, and head of each vector

@@ -225,7 +225,7 @@ def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> No
     ("recording", "sentence"),
     [
         ("absent", "is no folder of recorded calls"),
-        ("", "has no calls: `lab record` records calls"),
+        ("", "has no calls itself: `lab record` makes some"),
         ("#3", "has no calls"),
         ("#one", "#one is no folder of recorded calls; one call is named as in calls#3"),
     ],

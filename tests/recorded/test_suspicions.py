@@ -88,13 +88,17 @@ def test_a_non_finite_key_is_named_with_its_place(side: int, value: float) -> No
     assert found == f"{place}, one of 1 non-finite keys of the request"
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[2, 2, 5] = math.inf
-    assert _origins(problem, out) == [f"row 2 (request 2) head 2 is not finite: it sees {place}"]
+    assert _origins(problem, out) == [
+        f"row 2 (request 2) head 2 is not finite: it sees {place.replace(' holds', ', which holds')}"
+    ]
 
 
 def test_another_head_has_not_seen_it() -> None:
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[2, 0] = math.nan  # of K/V head 0
-    assert _origins(_spoilt(2, 18), out) == ["row 2 (request 2) head 0 is not finite: all that it sees is finite"]
+    assert _origins(_spoilt(2, 18), out) == [
+        "row 2 (request 2) head 0 is not finite: the keys and values that it sees are finite"
+    ]
 
 
 def _windowed(*columns: int) -> PagedAttention:
@@ -141,7 +145,7 @@ def test_a_request_without_keys_has_no_page_whose_rest_is_searched() -> None:
     arguments["kv_cache"][0][int(arguments["block_tables"][0, 2])] = math.nan
     out = torch.full((3, HEADS, HEAD_DIM), math.nan)
     found, *_ = _origins(DecodeCall(**arguments).problem(), out)
-    assert found == "row 0 (request 0) head 0 is not finite: all that it sees is finite"
+    assert found == "row 0 (request 0) head 0 is not finite: the keys and values that it sees are finite"
 
 
 def _verified(bits: list[int]) -> PagedAttention:
@@ -180,7 +184,9 @@ def test_a_ragged_call_has_keys_without_pages() -> None:
     out = torch.zeros(5, HEADS, 32)
     out[3:, 1] = math.nan
     (origin,) = _origins(problem, out)
-    assert origin == "row 3 (request 1) head 1 is not finite: it sees K of request 1, key 1, K/V head 1 holds nan"
+    assert (
+        origin == "row 3 (request 1) head 1 is not finite: it sees K of request 1, key 1, K/V head 1, which holds nan"
+    )
 
 
 def test_a_long_list_is_shortened() -> None:
