@@ -6,10 +6,7 @@ import ast
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from studies.study import Study
+from typing import Any
 
 # By the name of the module, which its recording has too: the class.
 STUDIES: Mapping[str, str] = {
@@ -31,16 +28,13 @@ STUDIES: Mapping[str, str] = {
 WITHOUT_GPU = ("draft_visibility", "real_client")
 
 
-def study_named(name: str) -> "type[Study]":
-    found: type[Study] = getattr(import_module(f"studies.{name}"), STUDIES[name])
-    return found
+def study_named(name: str) -> Any:
+    return getattr(import_module(f"studies.{name}"), STUDIES[name])
 
 
 def question_of(name: str) -> str:
-    """Return a study's question: the first paragraph of its module's docstring.
-
-    The module's file is read without an import, because some modules import packages that may not be installed.
-    """
+    """Return a study's question: the first paragraph of its module's docstring."""
+    # Read without an import, because some modules import packages that may not be installed.
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n\n", 1)[0].replace("\n", " ")
 

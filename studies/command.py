@@ -11,14 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from lab.commands.options import (
-    Out,
-    list_option,
-    need_gpu,
-    prepare_machine,
-    refuse,
-    refusing_errors,
-)
+from lab.commands.options import Out, list_option, need_gpu, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
 from lab.ranges import POSITIVE

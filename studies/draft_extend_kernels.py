@@ -55,22 +55,6 @@ def point_of(batch: Batch, variants: Mapping[str, tuple[AttentionCall, str]] = V
     )
 
 
-def split_by_size(batches: Iterable[Batch], most_keys: int) -> tuple[list[Batch], list[dict[str, Any]]]:
-    """Return the batches of at most `most_keys` keys, and a row with the reason for each that is skipped."""
-    fitting: list[Batch] = []
-    skipped: list[dict[str, Any]] = []
-    for batch in batches:
-        keys = sum(batch.kv_lens)
-        if keys <= most_keys:
-            fitting.append(batch)
-        else:
-            model = case_of(batch, AttentionCall.DECODE).model
-            gigabytes = keys * 2 * model.num_kv_heads * model.head_dim * 2 / 1e9
-            size = f"{keys:,} keys, {gigabytes:.1f} GB of K and V"
-            skipped.append(point_of(batch).row | {"reason": f"{size}, are more than the bound of {most_keys:,} keys"})
-    return fitting, skipped
-
-
 def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
     return {"call": variant.case.draft_extend.value, **pass_facts(variant, work)}
 
@@ -130,7 +114,18 @@ class DraftExtendKernels(TimedStudy):
 
     @cached_property
     def split(self) -> tuple[list[Batch], list[StudyRow]]:
-        return split_by_size(chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str), self.most_keys)
+        fitting: list[Batch] = []  # those to measure
+        skipped: list[StudyRow] = []
+        for batch in chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str):
+            keys = sum(batch.kv_lens)
+            if keys <= self.most_keys:
+                fitting.append(batch)
+                continue
+            model = case_of(batch, AttentionCall.DECODE).model
+            gigabytes = keys * 2 * model.num_kv_heads * model.head_dim * 2 / 1e9
+            reason = f"{keys:,} keys, {gigabytes:.1f} GB of K and V, are more than the bound of {self.most_keys:,} keys"
+            skipped.append(point_of(batch).row | {"reason": reason})
+        return fitting, skipped
 
     @property
     def parts(self) -> Sequence[Part]:

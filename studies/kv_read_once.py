@@ -49,16 +49,7 @@ from studies.recording import Formats, Recorded, StudyRow, table_of
 from studies.settings import names, requests_of, trace_name
 from studies.study import Part, TimedStudy
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_cell, target_rows
-from studies.variants import (
-    JUDGED,
-    OUTCOMES,
-    Point,
-    PointRows,
-    Variant,
-    Works,
-    measure_point,
-    measure_variants,
-)
+from studies.variants import JUDGED, OUTCOMES, Point, PointRows, Variant, Works, measure_point, measure_variants
 
 MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
 PORTABLE, FLASHINFER, E4M3_CACHE = "portable", "flashinfer", "portable e4m3"

@@ -41,16 +41,7 @@ from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fil
 from lab.named_enum import NamedEnum
 from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
-from studies.loops import (
-    METHOD,
-    LoopSettings,
-    LoopStudy,
-    MatrixProducts,
-    Steps,
-    VerifyLoop,
-    WarmUpSteps,
-    facts_alone,
-)
+from studies.loops import METHOD, LoopSettings, LoopStudy, MatrixProducts, Steps, VerifyLoop, WarmUpSteps, facts_alone
 from studies.recording import Formats, Recorded, table_of
 from studies.settings import times_us
 from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline

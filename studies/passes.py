@@ -18,7 +18,7 @@ from lab.metadata.mha.vllm import VLLMBackend
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.forward_pass import EnginePass, build_forward
+from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from studies.variants import Variant
@@ -36,11 +36,12 @@ def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
     for variant in variants:
-        implementation = implementation_of(variant)
+        module = importlib.import_module(variant.module)
+        implementation: Any = PlannedOnce(module) if variant.planned else module
         is_mla = isinstance(variant.case, MLACase)
         tensors = variant.case if is_mla else replace(variant.case, draft_extend=None, decode_splits=1)
         if tensors not in made:
-            made[tensors] = TimedPasses.over(built(tensors, device))
+            made[tensors] = TimedPasses.over((build_mla_pass if is_mla else build_forward)(tensors, device))
         backend = variant.case.backend(implementation)
         call = backend.prepare_attention if is_mla or prepare is None else partial(prepare, backend)
         works[variant.name] = replace(made[tensors].work(implementation), prepare=call)
@@ -49,15 +50,6 @@ def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare
 
 def gpu_works(variants: Sequence[Variant]) -> dict[str, GpuWork]:
     return works_of(variants, torch.device("cuda"))
-
-
-def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
-    return build_mla_pass(case, device) if isinstance(case, MLACase) else build_forward(case, device)
-
-
-def implementation_of(variant: Variant) -> Any:
-    module = importlib.import_module(variant.module)
-    return PlannedOnce(module) if variant.planned else module
 
 
 def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -> Call:

@@ -54,23 +54,14 @@ from lab.metadata.speculation.plan_stream import (
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.named_enum import NamedEnum
 from lab.reports.tables import Table, number
+from lab.timing.cupti import busy_us, span_us
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
-from studies.iteration_profile import Phase, iteration_facts, two_lanes
-from studies.loops import (
-    METHOD,
-    LoopSettings,
-    LoopStudy,
-    MatrixProducts,
-    Steps,
-    VerifyLoop,
-    WarmUpSteps,
-    facts_alone,
-)
+from studies.loops import METHOD, LoopSettings, LoopStudy, MatrixProducts, Steps, VerifyLoop, WarmUpSteps, facts_alone
 from studies.recording import Formats, Recorded, table_of
 from studies.settings import count, times_us
-from studies.step_profile import medians
+from studies.step_profile import IncompleteProfileError, LoopProfile, ProfiledStep, busy_within_us, medians, step_facts
 from studies.study import Part
 from studies.variants import WARM
 
@@ -88,6 +79,16 @@ class Drafts(NamedEnum):
 
     CHAINS = "chains"
     TREES = "trees"
+
+
+class Phase(NamedEnum):
+    """Parts of an iteration, by the names of their ranges in a profile."""
+
+    INPUTS = "inputs"
+    DRAFT = "draft"
+    PLAN = "plan"
+    FIX_UP = "fix-up"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,66 @@ class SpeculativeLoop(VerifyLoop[Planning]):
 def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
     """Draw random draft trees: parents, int64 [..., d]. A parent is an earlier draft token, or -1."""
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * (torch.arange(shape[-1]) + 1)).long() - 1
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """The number of an iteration, its cost in µs, and its launches, as in the table."""
+
+    step: int
+    draft_us: float
+    plan_us: float
+    plan_busy_us: float
+    plan_launches: int
+    hidden_us: float
+    fix_up_us: float
+    fix_up_launches: int
+    between_us: float
+    verify_us: float
+    iteration_us: float
+
+
+def iteration_facts(loop: LoopProfile, first: int) -> list[IterationFacts]:
+    iteration_us = {each.step: each.step_us for each in step_facts(loop, first)}
+    return [_iteration_facts(step, iteration_us[step.number]) for step in loop.steps if step.number in iteration_us]
+
+
+def _iteration_facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
+    gpu = {phase: step.launched_in(phase.value) for phase in Phase}
+    missing = [phase.value for phase, found in gpu.items() if not found and phase is not Phase.FIX_UP]
+    if missing:
+        raise IncompleteProfileError(f"step {step.number} has no {', '.join(missing)} on the GPU")
+    draft, plan, fix_up, verify = (gpu[phase] for phase in (Phase.DRAFT, Phase.PLAN, Phase.FIX_UP, Phase.VERIFY))
+    draft_end_ns = max(each.end_ns for each in draft)
+    return IterationFacts(
+        step=step.number,
+        draft_us=span_us(draft),
+        plan_us=span_us(plan),
+        plan_busy_us=busy_us(plan),
+        plan_launches=len(plan),
+        hidden_us=busy_within_us(plan, draft[0].start_ns, draft_end_ns),
+        fix_up_us=span_us(fix_up),
+        fix_up_launches=len(fix_up),
+        between_us=(verify[0].start_ns - draft_end_ns) / 1000,
+        verify_us=span_us(verify),
+        iteration_us=iteration_us,
+    )
+
+
+def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
+    """Return one iteration's GPU work for a picture; `phase` is None for the kernels that add the accepted tokens."""
+    phase_of = {id(each): phase.value for phase in Phase for each in step.launched_in(phase.value)}
+    forward = step.launched_in(Phase.VERIFY.value)[0].lane
+    return [
+        {
+            "stream": "forward" if each.lane == forward else "plan",
+            "phase": phase_of.get(id(each)),
+            "name": each.name,
+            "start_us": round((each.start_ns - step.gpu_start_ns) / 1000, 3),
+            "duration_us": round(each.duration_us, 3),
+        }
+        for each in step.gpu
+    ]
 
 
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:

@@ -22,11 +22,12 @@ from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.provenance import environment
 from lab.reports.tables import FittedTable, Table, terminal
-from lab.timing.roofline import Ceilings
+from lab.timing.method import method_named
+from lab.timing.roofline import Ceilings, measure_ceilings
 from studies.passes import gpu_works
 from studies.recording import Recorded, StudyRow
 from studies.settings import Samples
-from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point, timing_plan
+from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class TimedStudy(Study):
 
     @cached_property
     def plan(self) -> TimingPlan:
-        return timing_plan(self.clock, self.l2, self.samples)
+        return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(self.clock, self.l2), self.samples)
 
     def passes(self, points: Collection[Point], facts_of: FactsOf) -> Part:
         return Part(points, lambda point: measure_point(point, gpu_works, self.plan, facts_of).by_list())

@@ -12,8 +12,8 @@ import torch
 
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import GpuTime, WrongWorkError, measure_interleaved
-from lab.timing.method import L2, Clock, Method, method_named
-from lab.timing.roofline import Ceilings, measure_ceilings, roofline
+from lab.timing.method import L2, Clock, Method
+from lab.timing.roofline import Ceilings, roofline
 from lab.timing.sampling import RefusedTimeError
 from lab.timing.work import GpuWork
 from studies.targets import Figure, Target, target_rows
@@ -98,11 +98,6 @@ class TimingPlan:
         return row
 
 
-def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
-    """Measure the GPU's ceilings, and return them with the method of these names; see `method_named`."""
-    return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(clock, l2), samples)
-
-
 def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
     """Return the points with these names, in the order of `points`; all without a name. ValueError: an unknown name."""
     listed = list(points)
@@ -136,10 +131,6 @@ class PointRows:
         return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
 
 
-def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
-
-
 def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
     """Call each variant once; return the reasons of those whose call is refused or whose module is missing."""
     reasons = {}
@@ -155,20 +146,6 @@ def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
                 torch.cuda.synchronize()  # raises anew what is no missing module, such as a wrong address
             reasons[variant.name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
     return reasons
-
-
-def measure_right_ones(
-    works: Works, measure: Callable[[Works], dict[str, Time]]
-) -> tuple[dict[str, Time], dict[str, str]]:
-    right = dict(works)
-    wrong: dict[str, str] = {}
-    while right:
-        try:
-            return measure(right), wrong
-        except WrongWorkError as error:
-            wrong[error.name] = error.reason
-            del right[error.name]
-    return {}, wrong
 
 
 def measure_variants(
@@ -187,7 +164,15 @@ def measure_variants(
     with named_in_failures(point.name):
         works = make(point.variants)
         declined = declined_by(point.variants, works)
-        times, wrong = measure_right_ones({name: work for name, work in works.items() if name not in declined}, measure)
+        right = {name: work for name, work in works.items() if name not in declined}
+        times: dict[str, Time] = {}
+        wrong: dict[str, str] = {}
+        while right and not times:
+            try:
+                times = measure(right)
+            except WrongWorkError as error:
+                wrong[error.name] = error.reason
+                del right[error.name]
     rows = []
     for variant in point.variants:
         if variant.name in times:
@@ -195,7 +180,11 @@ def measure_variants(
                 rows.append(point.row | {"arm": variant.name} | dict(row_of(variant, works[variant.name], times)))
             except RefusedTimeError as error:
                 wrong[variant.name] = f"its time is refused: {error}"
-    return PointRows(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
+    untimed = (
+        [{**point.row, "arm": name, "reason": reason} for name, reason in reasons.items()]
+        for reasons in (declined, wrong)
+    )
+    return PointRows(rows, *untimed)
 
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:

@@ -32,10 +32,6 @@ class Change:
     further: tuple[str, ...] = ()
 
 
-def one_clock(row: RecordedRow) -> dict[str, Times]:
-    return {"": Times.of_row(row)}
-
-
 def two_clocks(what: str) -> TimesByClock:
     """Return a function that reads both times of a loop's row: of profiled steps, and by the host's clock."""
     return lambda row: {
@@ -53,7 +49,7 @@ def pairs(rows: Iterable[RecordedRow], variant: str, before: str, after: str, po
 def compared_pairs(
     found: Iterable[RowPair],
     named: Callable[[RecordedRow], tuple[str, str]],
-    clocks: TimesByClock = one_clock,
+    clocks: TimesByClock = lambda row: {"": Times.of_row(row)},
     least_saved_us: float = 0.0,
 ) -> list[Observation]:
     """Compare the times of the rows of each pair; see `compared`. `named` returns the group and the point of a row."""

@@ -18,7 +18,17 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
         f"The timed calls are draft extends V2 of one layer of {recording['geometry']} on one of "
         f"{recording['tensor_parallel']} ranks. Each request has q query rows."
     )
-    return Answer(aspects(claimed), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
+    # MLA's draft extend used the decode call with several rows even before the change.
+    mla = recordings.get("mla_decode", {}).get("rows", ())
+    mla_point = itemgetter("requests", "kv_len", "heads", "arm", "kv_dtype")
+    single_us = {mla_point(row): row["median_us"] for row in mla if row["q_len"] == 1}
+    several = [row for row in mla if row["q_len"] > 1]
+    notes = tuple(_mla_sentence(row, single_us[mla_point(row)]) for row in several if mla_point(row) in single_us)
+    lacking = (
+        "the change for MLA, whose draft extend used the decode call before this change (sgl-project/sglang#11664)"
+    )
+    lacking += "." if several else "; nor MLA's decode call with several rows."
+    return Answer(aspects(claimed), setting, notes, (*_left_out(recording), lacking))
 
 
 def _named(row: RecordedRow) -> tuple[str, str]:
@@ -35,33 +45,11 @@ def _left_out(recording: Recorded) -> tuple[str, ...]:
     return tuple(sentence for sentence, count in found.items() if count)
 
 
-def _verifying_mla(recordings: Recordings) -> list[RecordedRow]:
-    rows = recordings.get("mla_decode", {}).get("rows", ())
-    return [row for row in rows if row["q_len"] > 1]
-
-
-def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    rows = recordings.get("mla_decode", {}).get("rows", ())
-    single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
-    return tuple(
+def _mla_sentence(row: RecordedRow, single_us: float) -> str:
+    return (
         f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
         f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, and the decode call of one row "
-        f"{microseconds(single_us[_mla_point(row)])} µs."
-        for row in _verifying_mla(recordings)
-        if _mla_point(row) in single_us
-    )
-
-
-def _mla_point(row: RecordedRow) -> tuple[object, ...]:
-    return tuple(row[name] for name in ("requests", "kv_len", "heads", "arm", "kv_dtype"))
-
-
-def _no_mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    unchanged = (
-        "the change for MLA, whose draft extend used the decode call before this change (sgl-project/sglang#11664)"
-    )
-    return (
-        f"{unchanged}." if _verifying_mla(recordings) else f"{unchanged}; nor MLA's decode call with several rows.",
+        f"{microseconds(single_us)} µs."
     )
 
 

@@ -24,18 +24,12 @@ class Standing(NamedEnum):
     UNDECIDED = "cannot be told"
 
 
-STANDINGS = {
-    Speed.FASTER: Standing.HOLDS,
-    Speed.SLOWER: Standing.FAILS,
-    Speed.SAME: Standing.UNDECIDED,
-    Speed.UNSURE: Standing.UNDECIDED,
-}
-
 BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with it
 
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
-    return STANDINGS[compare_times(before, after.plus(least_saved_us), INTERLEAVED).speed]
+    speed = compare_times(before, after.plus(least_saved_us), INTERLEAVED).speed
+    return {Speed.FASTER: Standing.HOLDS, Speed.SLOWER: Standing.FAILS}.get(speed, Standing.UNDECIDED)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,10 @@ def _points(
 def _panels(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, what: str
 ) -> tuple[Figure, dict[tuple[str, int], Axes]]:
-    counts = _counts_on_the_grid(rows)
+    lengths: dict[int, set[int]] = {}
+    for row in rows:
+        lengths.setdefault(row["requests"], set()).add(row["kv_tokens"])
+    counts = sorted(requests for requests, found in lengths.items() if len(found) > 1)
     if not counts:
         raise ValueError(f"no recorded row has {what}")
     figure, drawn = style.panels(title, 1.1 + 1.75 * len(names), len(names), len(counts), log="xy")
@@ -203,14 +206,6 @@ def _panels(
     for name, axes in zip(names, drawn[:, 0], strict=True):
         axes.set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=style.FONT_POINTS)
     return figure, dict(zip(product(names, counts), drawn.flat, strict=True))
-
-
-def _counts_on_the_grid(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the batch sizes that were measured at more than one length."""
-    lengths: dict[int, set[int]] = {}
-    for row in rows:
-        lengths.setdefault(row["requests"], set()).add(row["kv_tokens"])
-    return sorted(requests for requests, found in lengths.items() if len(found) > 1)
 
 
 DRAWINGS = (

@@ -69,19 +69,11 @@ ALONG = {name: along for group in GROUPS.values() for name, along in group.items
 
 def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
     """Return the buffers that a draft extend's graphs read, by name, with the largest captured size; no copies."""
-    inputs, metadata = graph.runner.inputs, graph.runner.metadata.buffers
+    sources = (graph.runner.inputs, graph.inputs, graph.runner.metadata.buffers)  # of each group
     return {
-        "seq_lens": inputs.seq_lens,
-        "req_pool_indices": inputs.req_pool_indices,
-        "extend_seq_lens": inputs.extend_seq_lens,
-        "out_cache_loc": inputs.out_cache_loc,
-        "input_ids": graph.inputs.input_ids,
-        "hidden_states": graph.inputs.hidden_states,
-        "select_index": graph.inputs.select_index,
-        "cache_seqlens": metadata.cache_seqlens_int32,
-        "cu_seqlens_q": metadata.cu_seqlens_q,
-        "cu_seqlens_k": metadata.cu_seqlens_k,
-        "page_table": metadata.page_table,
+        name: getattr(source, {"cache_seqlens": "cache_seqlens_int32"}.get(name, name))
+        for source, group in zip(sources, GROUPS.values(), strict=True)
+        for name in group
     }
 
 

@@ -9,16 +9,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.metadata.mha.metadata import MetadataBuilder
 from lab.metadata.speculation.plan_stream import PlannedVerify, PlanStart, VerifyBackend
-from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.plan_stream import (
     VARIANTS,
     Drafts,
+    Phase,
     PlanLoopSettings,
     Planning,
     SpeculativeLoop,
+    iteration_facts,
     measure_fix_up,
     measure_plannings,
     random_trees,
+    two_lanes,
 )
 from studies.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
 from tests.studies.test_step_profile import call, entry, kernel, step
