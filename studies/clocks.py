@@ -30,8 +30,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE
 from studies.recording import Recorded
-from studies.settings import Modules, Scenarios
-from studies.study import Part, Study
+from studies.study import Modules, Part, Scenarios, Study
 
 MOST_APART_PERCENT = 3.0
 SHORT_US_PER_LAUNCH = 20.0

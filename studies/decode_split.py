@@ -26,8 +26,7 @@ from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
 from studies.recording import Formats, Recorded, rows_by_point, table_of
-from studies.settings import Modules, Scenarios, requests_of, sizes, trace_name
-from studies.study import Part, TimedStudy
+from studies.study import Modules, Part, Scenarios, TimedStudy, requests_of, sizes, trace_name
 from studies.variants import JUDGED, Point, Variant
 
 SCENARIOS = tuple(

@@ -41,9 +41,8 @@ from lab.timing.work import GpuWork
 from lab.workloads.requests import new_pool
 from studies.model_pass import ModelWorks
 from studies.recording import Formats, Recorded, StudyRow, rows_by_point, table_of
-from studies.settings import Samples, count, sizes
 from studies.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInModel, StandInPass, StandInSizes, draw_pass
-from studies.study import Part, TimedStudy
+from studies.study import Part, Samples, TimedStudy, count, sizes
 from studies.variants import Point, TimingPlan, Variant, measure_all
 
 COMPLETION_METHOD = "perf_counter from the call to an idle GPU, each call on an idle GPU, all calls in turn"

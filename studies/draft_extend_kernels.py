@@ -20,8 +20,7 @@ from lab.workloads.batches import Batch, sweep
 from lab.workloads.forward_case import ForwardCase
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
 from studies.recording import Formats, Recorded, StudyRow, rows_by_point, table_of
-from studies.settings import count, names, sizes
-from studies.study import Part, TimedStudy
+from studies.study import Part, TimedStudy, count, names, sizes
 from studies.variants import Point, Variant, chosen
 
 GEOMETRY, TENSOR_PARALLEL = "qwen3-32b", 2  # 64 / 8 heads of 128 over two GPUs: 32 / 4

@@ -27,8 +27,7 @@ from lab.workloads.traces import TracedRequest
 from studies.draft_scenarios import draft_scenario
 from studies.draft_work import draft_facts, draft_work
 from studies.recording import Recorded, StudyRow, table_of
-from studies.settings import Samples, names, requests_of, trace_name
-from studies.study import Part, TimedStudy
+from studies.study import Part, Samples, TimedStudy, names, requests_of, trace_name
 from studies.variants import Point, Variant, measure_all
 
 VARIANTS = {  # by the variants' names at a point: their columns in the table

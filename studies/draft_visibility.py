@@ -24,8 +24,7 @@ from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, buil
 from lab.references import trtllm_batch_decode_with_kv_cache
 from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.recording import Recorded, StudyRow
-from studies.settings import count
-from studies.study import Part, Study
+from studies.study import Part, Study, count
 
 PAGE_SIZE = 32
 MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52

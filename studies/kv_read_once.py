@@ -46,8 +46,7 @@ from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
 from studies.recording import Formats, Recorded, StudyRow, table_of
-from studies.settings import names, requests_of, trace_name
-from studies.study import Part, TimedStudy
+from studies.study import Part, TimedStudy, names, requests_of, trace_name
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_cell, target_rows
 from studies.variants import JUDGED, OUTCOMES, Point, PointRows, Variant, Works, measure_point, measure_variants
 

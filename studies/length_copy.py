@@ -43,9 +43,8 @@ from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
 from studies.loops import METHOD, LoopSettings, LoopStudy, MatrixProducts, Steps, VerifyLoop, WarmUpSteps, facts_alone
 from studies.recording import Formats, Recorded, table_of
-from studies.settings import times_us
 from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
-from studies.study import Part
+from studies.study import Part, times_us
 
 # The worked case of the verify mask.
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}

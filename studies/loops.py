@@ -18,9 +18,8 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.work import GpuWork
 from lab.workloads.requests import admit, forward_batch, new_pool
-from studies.settings import count
 from studies.step_profile import LoopProfile, profiled, unprofiled_us
-from studies.study import Study
+from studies.study import Study, count
 from studies.variants import WARM
 
 LoopVariant = TypeVar("LoopVariant")

@@ -25,8 +25,7 @@ from lab.workloads.batches import Batch
 from lab.workloads.mla_case import MLACase
 from studies.passes import PORTABLE_MODULE, pass_facts
 from studies.recording import Recorded, table_of
-from studies.settings import names, sizes
-from studies.study import Part, TimedStudy
+from studies.study import Part, TimedStudy, names, sizes
 from studies.targets import TIME_COLUMNS, Figure, Target, score
 from studies.variants import JUDGED, Point, Variant, chosen
 

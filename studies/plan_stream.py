@@ -60,9 +60,8 @@ from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
 from studies.loops import METHOD, LoopSettings, LoopStudy, MatrixProducts, Steps, VerifyLoop, WarmUpSteps, facts_alone
 from studies.recording import Formats, Recorded, table_of
-from studies.settings import count, times_us
 from studies.step_profile import IncompleteProfileError, LoopProfile, ProfiledStep, busy_within_us, medians, step_facts
-from studies.study import Part
+from studies.study import Part, count, times_us
 from studies.variants import WARM
 
 Handed = TypeVar("Handed")

@@ -39,8 +39,7 @@ from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from studies.real_engine import CONTEXT, DECODE, Engine, PagedCalls, mixed_prompts
 from studies.recording import Formats, Recorded, StudyRow, table_of
-from studies.settings import count
-from studies.study import Part, Study
+from studies.study import Part, Study, count
 
 EAGER, SDPA = "paged|eager", "paged|sdpa"  # the engine's own attention functions
 SHARED = 200  # tokens of the prefix that some requests share

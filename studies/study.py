@@ -12,22 +12,54 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+import typer
 from rich.progress import track
 
-from lab.commands.options import L2, Clock
+from lab.commands.options import L2, Clock, list_option
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.provenance import environment
+from lab.ranges import POSITIVE
 from lab.reports.tables import FittedTable, Table, terminal
 from lab.timing.method import method_named
 from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.workloads.traces import TracedRequest, own_trace, read_trace
 from studies.passes import gpu_works
 from studies.recording import Recorded, StudyRow
-from studies.settings import Samples
 from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point
+
+# Types of settings: each has the option that a study's command reads it from, with its help.
+Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
+Modules = Annotated[tuple[str, ...], typer.Argument(help="modules to time; if left out, those of the study")]
+Scenarios = Annotated[tuple[str, ...], list_option(str, "scenarios to time instead of the default ones", "NAME,...")]
+
+
+def count(help_text: str) -> Any:
+    return typer.Option(min=1, help=help_text)
+
+
+def sizes(help_text: str) -> Any:
+    return list_option(POSITIVE.read, help_text, "N,N,...")
+
+
+def times_us(help_text: str, default: str) -> Any:
+    return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
+
+
+def names(points: str) -> Any:
+    return list_option(str, f"measure only {points}", "NAME,...")
+
+
+def requests_of(path: Path | None) -> list[TracedRequest]:
+    """Return the requests of a trace file; for None, those of the lab's own trace."""
+    return own_trace() if path is None else read_trace(path)
+
+
+def trace_name(path: Path | None) -> str:
+    return "synthetic_chat.jsonl, the lab's own" if path is None else path.name
 
 
 @dataclass(frozen=True)
@@ -40,7 +72,7 @@ class Part:
 
 
 class Study(ABC):
-    """One question. A subclass is a frozen dataclass, whose fields are annotated with options (`studies.settings`).
+    """One question. A subclass is a frozen dataclass, whose fields are annotated with their options.
 
     `lists` names the recorded lists; `settings` is the dataclass that has the options, if that is not the study itself.
     """

@@ -202,16 +202,9 @@ def step_time_figure(
 
 
 def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
-    """Draw each mask of a batch: a block of query rows by keys per request, and the number of cells that are filled.
+    """Draw each mask of a batch, written by `write_chain_mask`: a block of query rows by keys per request.
 
-    A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>".
-
-    Args:
-        masks: written by `write_chain_mask` for these lengths.
-        seq_lens: tokens of each request without its drafts.
-
-    Raises:
-        ValueError: a mask has too many columns to be drawn.
+    A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>". ValueError: too many columns.
     """
     blocks = [_mask_blocks(mask, seq_lens) for mask in masks]
     columns = max(sum(width for _, _, width in each) + len(each) - 1 for each in blocks)

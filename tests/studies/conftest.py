@@ -33,7 +33,7 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(study, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(variants, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(study, "measure_ceilings", lambda device: CEILINGS)
 
 
 @dataclass(frozen=True)
