@@ -63,7 +63,9 @@ def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
         return ()
     least, most = (microseconds(of(each["fix_up_us"] for each in times)) for of in (min, max))
     launches = " or ".join(f"{count:g}" for count in sorted({each["fix_up_launches"] for each in times}))
-    return (f"A tree's mask is written after the draft. Writing it takes {least} to {most} µs in {launches} launches.",)
+    return (
+        f"A tree's mask is written after the draft. Writing the mask takes {least} to {most} µs in {launches} launches.",
+    )
 
 
 CHANGE = Change(
