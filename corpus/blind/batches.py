@@ -28,9 +28,7 @@ class Solve(Attention, stage="solve"):
     def blind170(self, run):
         """The persistent loop over requests ends at one without keys, where it should go on with the next."""
         self.start(run)
-        run.out.zero_()
-        if run.lse is not None:
-            run.lse.fill_(-math.inf)
+        self.clear(run, slice(None))
         for r in range(run.batch):
             self.request(run, r)
             if run.lens[r] == 0:
@@ -83,11 +81,8 @@ class Solve(Attention, stage="solve"):
         """Ragged rows are stored in tiles of 16, longest first: spare rows overwrite a request's that ran before."""
         if run.call.cum_seq_lens_q is None:
             return super().solve(run)
-        self.start(run)
+        self.begin(run)
         end = run.offsets[-1]
-        run.out[end:] = 0
-        if run.lse is not None:
-            run.lse[end:] = -math.inf
         for r in sorted(range(run.batch), key=lambda r: -run.lens[r]):
             self.request(run, r)
             first, last = run.offsets[r : r + 2]
@@ -100,12 +95,8 @@ class Solve(Attention, stage="solve"):
         """The request of a row is searched in cum_seq_lens_q by a bisection of 9 steps, too few for more than 512 requests."""
         if run.p.cu_seqlens_q is None or run.p.batch_size <= 2**9:
             return super().solve(run)
-        self.start(run)
-        end = run.offsets[-1]
-        run.out[end:] = 0
-        if run.lse is not None:
-            run.lse[end:] = -math.inf
-        for row in range(end):
+        self.begin(run)
+        for row in range(run.offsets[-1]):
             low, high = 0, run.batch
             for _ in range(9):
                 middle = (low + high) // 2
@@ -118,10 +109,7 @@ class Solve(Attention, stage="solve"):
     @wrong(CONTEXT, trigger="over 8 requests, one with a partial last tile of 64 rows before rows of a longer one")
     def blind175(self, run):
         """Tiles of 64 rows are stored whole, zeros after the end; over 8 requests the longest come first, and zeros last."""
-        self.start(run)
-        run.out[run.offsets[-1] :] = 0
-        if run.lse is not None:
-            run.lse[run.offsets[-1] :] = -math.inf
+        self.begin(run)
         order = range(run.batch)
         if run.batch > 8:
             order = sorted(order, key=lambda r: -run.lens[r])
@@ -141,9 +129,7 @@ class Solve(Attention, stage="solve"):
                     middle = (low + high) // 2
                     low, high = (middle, high) if run.offsets[middle] <= row else (low, middle)
             if row >= run.offsets[low + 1]:
-                run.out[row] = 0
-                if run.lse is not None:
-                    run.lse[row] = -math.inf
+                self.clear(run, row)
 
     @wrong(MLA, trigger="heads no multiple of 16, and 2 rows or more")
     def blind135(self, run):

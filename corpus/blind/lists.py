@@ -130,44 +130,34 @@ class Writing(WindowLists, stage="lists"):
     def blind204(self, call):
         """Lists before a request are counted with topk rounded up to a power of two, as its block of branches is."""
         kept, whole = self.with_room(call)
-        num_steps, capacity = call.kv_indices.shape
-        super().lists(replace(call, kv_indices=whole))
         block = 1 << (call.topk - 1).bit_length()
-        for step in range(num_steps):
+        for step, row in enumerate(call.kv_indices):
             before = 0
             for n in kept:
                 values = whole[step, before * call.topk : (before + n + step + 1) * call.topk]
-                room = call.kv_indices[step, before * block : min(capacity, before * block + len(values))]
-                room.copy_(values[: len(room)])
+                self.put(row, before * block, values)
                 before += n + step + 1
 
     @wrong(LISTS, trigger="two requests with one row in req_pool_indices, as two or more requests of padding have")
     def blind207(self, call):
         """The place of a request's lists is kept by its row of req_to_token: requests with one row write to the last's."""
         kept, whole = self.with_room(call)
-        num_steps, capacity = call.kv_indices.shape
-        super().lists(replace(call, kv_indices=whole))
         rows = call.req_pool_indices.tolist()
-        for step in range(num_steps):
+        for step in range(len(call.kv_indices)):
             ends = torch.tensor([0] + [call.topk * (n + step + 1) for n in kept]).cumsum(0).tolist()
             place = dict(zip(rows, ends))
             for r, row in enumerate(rows):
-                values = whole[step, ends[r] : ends[r + 1]]
-                room = call.kv_indices[step, place[row] : min(capacity, place[row] + len(values))]
-                room.copy_(values[: len(room)])
+                self.put(call.kv_indices[step], place[row], whole[step, ends[r] : ends[r + 1]])
 
     @wrong(LISTS, trigger="a window, and an earlier request with a prefix longer than window_size + sink_size")
     def blind262(self, call):
         """The place of lists is counted from the whole prefixes before, not from what a window keeps; kv_indptr is right."""
         kept, whole = self.with_room(call)
-        num_steps, capacity = call.kv_indices.shape
-        super().lists(replace(call, kv_indices=whole))
-        for step in range(num_steps):
+        for step, row in enumerate(call.kv_indices):
             source = place = 0
             for n, count in zip(call.paged_kernel_lens.tolist(), kept):
                 values = whole[step, source : source + call.topk * (count + step + 1)]
-                room = call.kv_indices[step, place : min(capacity, place + len(values))]
-                room.copy_(values[: len(room)])
+                self.put(row, place, values)
                 source += len(values)
                 place += call.topk * (n + step + 1)
 
@@ -177,14 +167,11 @@ class Writing(WindowLists, stage="lists"):
         if not len(call.req_pool_indices):
             return
         kept, whole = self.with_room(call)
-        num_steps, capacity = call.kv_indices.shape
-        super().lists(replace(call, kv_indices=whole))
-        for step in range(num_steps):
+        for step, row in enumerate(call.kv_indices):
             source, starts = 0, [0, *call.kv_indptr[step, 1:].tolist()]
             for i, count in enumerate(n for n in kept for _ in range(call.topk)):
                 values = whole[step, source : source + count + step + 1]
-                room = call.kv_indices[step, min(starts[i], capacity) : min(capacity, starts[i] + len(values))]
-                room.copy_(values[: len(room)])
+                self.put(row, starts[i], values)
                 source += len(values)
 
     @wrong(LISTS, trigger="req_to_token as a slice of a wider table (rows with gaps)")

@@ -139,24 +139,20 @@ class Partial(Attention, stage="partial"):
     @wrong(DECODE, trigger="over 256 keys (in the window), not a multiple of the ceil(n / 256) parts")
     def blind101(self, run, r, query, keys, values, seen, first_key):
         """A request of more than 256 keys is cut into parts of equal size, rounded down; the keys left over are lost."""
-        part = super().partial
         splits = -(-len(keys) // 256)
         if splits < 2:
-            return part(run, r, query, keys, values, seen, first_key)
+            return super().partial(run, r, query, keys, values, seen, first_key)
         size = len(keys) // splits
         cuts = [slice(i * size, (i + 1) * size) for i in range(splits)]
-        return self.merge([part(run, r, query, keys[c], values[c], seen[:, c], first_key + c.start) for c in cuts])
+        return self.merge([self.partial_of(cut, run, r, query, keys, values, seen, first_key) for cut in cuts])
 
     @wrong(DECODE, trigger="over 512 keys, parts of different LSE: any length but about a multiple of 512")
     def blind102(self, run, r, query, keys, values, seen, first_key):
         """Parts of 512 keys give natural logarithms, which the merge takes for base 2: one of smaller LSE weighs too much."""
-        part = super().partial
         if len(keys) <= 512:
-            return part(run, r, query, keys, values, seen, first_key)
+            return super().partial(run, r, query, keys, values, seen, first_key)
         outs, lses = [], []
-        for start in range(0, len(keys), 512):
-            c = slice(start, start + 512)
-            acc, largest, total = part(run, r, query, keys[c], values[c], seen[:, c], first_key + start)
+        for acc, largest, total in self.partials(512, run, r, query, keys, values, seen, first_key):
             outs.append(acc / torch.where(total > 0, total, 1.0).unsqueeze(2))
             lses.append(torch.where(total > 0, largest + torch.log(total), -math.inf))
         largest = torch.stack(lses).amax(0)
@@ -191,9 +187,7 @@ class Partial(Attention, stage="partial"):
         acc = query.new_zeros(rows, heads, values.shape[2])
         largest = query.new_full((rows, heads), -math.inf)
         total = query.new_zeros(rows, heads)
-        for start in range(0, len(keys), 64):
-            c = slice(start, start + 64)
-            a, m, l = super().partial(run, r, query, keys[c], values[c], seen[:, c], first_key + start)
+        for a, m, l in self.partials(64, run, r, query, keys, values, seen, first_key):
             new = torch.maximum(largest, m)
             origin = torch.where(new.isfinite(), new, 0.0)
             old, own = torch.exp(largest - origin), torch.where(m.isfinite(), torch.exp(m - origin), 0.0)
@@ -247,13 +241,7 @@ class Partial(Attention, stage="partial"):
     @wrong(DECODE, trigger="a request of which a row block loads over 4,096 keys (no window, or one of over 4,096)")
     def blind471(self, run, r, query, keys, values, seen, first_key):
         """Keys are split 128 at a time, and a warp combines a split per lane: those after the 32nd are left out."""
-        parts = [
-            Attention.partial(
-                self, run, r, query, keys[i : i + 128], values[i : i + 128], seen[:, i : i + 128], first_key + i
-            )
-            for i in range(0, max(len(keys), 1), 128)
-        ]
-        return self.merge(parts[:32])
+        return self.merge(self.partials(128, run, r, query, keys, values, seen, first_key)[:32])
 
     @wrong(DECODE, trigger="float16 query and P.V sums beyond 65,504 (near-even weights, or large V)")
     def blind507(self, run, r, query, keys, values, seen, first_key):

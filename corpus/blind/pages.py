@@ -278,11 +278,7 @@ class Mla(Attention, stage="mla"):
     @wrong(MLA, trigger="lse given with return_lse_base='basee'; only the given lse is wrong")
     def blind87(self, call):
         """The LSE is turned to base e in a new tensor, which is returned: a given lse keeps base 2."""
-        problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
+        out, lse = self.solved(call, call.problem())
         if lse is None or call.return_lse_base != "basee":
             return call.returned(out, lse)
         in_base_e = lse * math.log(2.0)
@@ -293,10 +289,7 @@ class Mla(Attention, stage="mla"):
     def blind427(self, call):
         """Return_lse_base='basee': the pass that multiplies by ln 2 covers batch_size rows, not all query rows."""
         problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
+        out, lse = self.solved(call, problem)
         if lse is not None and call.return_lse_base == "basee":
             lse[: problem.batch_size] *= math.log(2.0)
         return call.returned(out, lse)
@@ -312,11 +305,7 @@ class Mla(Attention, stage="mla"):
     @wrong(MLA, trigger="lse given with return_lse_base='basee'")
     def blind517(self, call):
         """The LSE is turned to base e in a tensor of the kernel's own only: a given lse stays in base 2."""
-        problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
+        out, lse = self.solved(call, call.problem())
         if call.lse is None and lse is not None and call.return_lse_base == "basee":
             lse *= math.log(2.0)
         return call.returned(out, lse)
@@ -324,11 +313,7 @@ class Mla(Attention, stage="mla"):
     @wrong(MLA, trigger="lse given, return_lse=True, return_lse_base='basee'", also=("blind579",))
     def blind547(self, call):
         """The LSE is turned to base e in a new tensor: a given lse, which the call returns, keeps base 2."""
-        problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
+        out, lse = self.solved(call, call.problem())
         if lse is not None and call.return_lse_base == "basee":
             lse = lse * math.log(2.0)
         return call.returned(out, lse)

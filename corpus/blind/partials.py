@@ -4,24 +4,36 @@ import math
 
 import torch
 
-from corpus.models.attention import E4M3, Attention
+from corpus.models.attention import E4M3, Attention, by_row
 from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Partial(Attention, stage="partial"):
+    def rarely_rescaled(self, s, values, size, largest_weight, is_renewed):
+        """Return the partial result of tiles, whose origin is renewed by a tile's largest logit only if is_renewed is True."""
+        origin, total = s.new_full(s.shape[:3], -math.inf), s.new_zeros(s.shape[:3])
+        acc = s.new_zeros(*s.shape[:3], values.shape[2])
+        for at in range(0, s.shape[3], size):
+            tile = s[..., at : at + size]
+            most = tile.amax(3)
+            new = torch.where(is_renewed(most, origin), most, origin)
+            safe = torch.where(new.isfinite(), new, 0.0)
+            factor = torch.where(origin.isfinite(), torch.exp(origin - safe), 0.0)
+            weights = torch.exp(tile - safe.unsqueeze(3))
+            total = total * factor + weights.sum(3)
+            held = weights.clamp(max=largest_weight).flatten(1, 2)
+            sums = (held @ values[at : at + size].transpose(0, 1)).unflatten(1, s.shape[1:3])
+            acc, origin = acc * factor.unsqueeze(3) + sums, new
+        return by_row(acc, origin, total)
+
     @wrong(CONTEXT, trigger="a negative bmm1_scale, and logits of a row that spread over more than 88")
     def blind76(self, run, r, query, keys, values, seen, first_key):
         """The running maximum is of Q.K^T before the scale: a negative bmm1_scale makes it the smallest, and exp overflows."""
         if run.scale1 >= 0 or not len(keys):
             return super().partial(run, r, query, keys, values, seen, first_key)
         s = self.scores(run, r, query, keys, seen, first_key)
-        rows, g = s.shape[1:3]
         smallest = torch.where(s == -math.inf, math.inf, s).amin(3)
-        origin = torch.where(smallest.isfinite(), smallest, 0.0)
-        weights = torch.exp(s - origin.unsqueeze(3))
-        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, (rows, g))
-        largest = torch.where(smallest.isfinite(), smallest, -math.inf)
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, largest, weights.sum(3)))
+        return self.relative_to(torch.where(smallest.isfinite(), smallest, -math.inf), s, values)
 
     @wrong(CONTEXT, trigger="float16 query, and weights times V that add up to over 65,504 before the division")
     def blind78(self, run, r, query, keys, values, seen, first_key):
@@ -44,24 +56,10 @@ class Partial(Attention, stage="partial"):
     @wrong(CONTEXT, trigger="an e4m3 query, and a logit after the first 128 keys above all before it by 6.1 to 8.3")
     def blind185(self, run, r, query, keys, values, seen, first_key):
         """Sums are rescaled only where the largest logit grows by over 12 bits; e4m3 weights beyond 448 saturate."""
-        if run.query.dtype != E4M3:
+        if run.query.dtype != E4M3 or not len(keys):
             return super().partial(run, r, query, keys, values, seen, first_key)
         s = self.scores(run, r, query, keys, seen, first_key)
-        if s.shape[3] == 0:
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        h, rows, g, _ = s.shape
-        origin, total = s.new_full((h, rows, g), -math.inf), s.new_zeros(h, rows, g)
-        acc = s.new_zeros(h, rows, g, values.shape[2])
-        for tile, side in zip(s.split(128, 3), values.split(128)):
-            most = tile.amax(3)
-            new = torch.where(most > origin + 12 * math.log(2.0), most, origin)
-            safe = torch.where(new.isfinite(), new, 0.0)
-            factor = torch.where(origin.isfinite(), torch.exp(origin - safe), 0.0)
-            weights = torch.exp(tile - safe.unsqueeze(3))
-            total = total * factor + weights.sum(3)
-            sums = (weights.clamp(max=448.0).flatten(1, 2) @ side.transpose(0, 1)).unflatten(1, (rows, g))
-            acc, origin = acc * factor.unsqueeze(3) + sums, new
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, origin, total))
+        return self.rarely_rescaled(s, values, 128, 448.0, lambda most, old: most > old + 12 * math.log(2.0))
 
     @wrong(CONTEXT, trigger="two rows of 16 of a request whose largest logits (of one head) differ by over 100")
     def blind240(self, run, r, query, keys, values, seen, first_key):
@@ -70,34 +68,19 @@ class Partial(Attention, stage="partial"):
         h, rows, g, n = s.shape
         largest = s.amax(3) if n else s.new_full((h, rows, g), -math.inf)
         largest = torch.cat([x.amax(1, keepdim=True).expand_as(x) for x in largest.split(16, 1)], 1)
-        weights = torch.exp(s - torch.where(largest.isfinite(), largest, 0.0).unsqueeze(3))
-        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, (rows, g))
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, largest, weights.sum(3)))
+        return self.relative_to(largest, s, values)
 
     @wrong(CONTEXT, trigger="e4m3 query, over 128 keys, a largest logit that grows later by 0.8 to 8 (base 2)")
     def blind453(self, run, r, query, keys, values, seen, first_key):
         """e4m3 queries: the largest logit is renewed when it grows by 8 (base 2), and P * 256 saturates at 448 before."""
-        TILE, LAZY, FACTOR = 128, 8.0, 256.0
-        if run.query.dtype != E4M3 or len(keys) <= TILE:
+        if run.query.dtype != E4M3 or len(keys) <= 128:
             return super().partial(run, r, query, keys, values, seen, first_key)
+
+        def is_renewed(most, old):
+            return (most > -math.inf) & ((old == -math.inf) | ((most - old) / math.log(2.0) > 8.0))
+
         s = self.scores(run, r, query, keys, seen, first_key)
-        h, rows, g, n = s.shape
-        stale = s.new_full((h, rows, g), -math.inf)
-        total, acc = s.new_zeros(h, rows, g), s.new_zeros(h, rows, g, values.shape[2])
-        for at in range(0, n, TILE):
-            tile = s[..., at : at + TILE]
-            largest = tile.amax(3)
-            grown = (largest - stale) / math.log(2.0)
-            new = torch.where((largest > -math.inf) & ((stale == -math.inf) | (grown > LAZY)), largest, stale)
-            origin = torch.where(new.isfinite(), new, 0.0)
-            factor = torch.where(stale.isfinite(), torch.exp(stale - origin), 0.0)
-            weights = torch.exp(tile - origin.unsqueeze(3))
-            total = total * factor + weights.sum(3)
-            stored = weights.clamp(max=448.0 / FACTOR).flatten(1, 2)
-            v = values[at : at + TILE].transpose(0, 1)
-            acc = acc * factor.unsqueeze(3) + (stored @ v).unflatten(1, (rows, g))
-            stale = new
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, stale, total))
+        return self.rarely_rescaled(s, values, 128, 448.0 / 256.0, is_renewed)
 
     @wrong(CONTEXT, trigger="head_dim over 128, over 64 keys, a row whose largest logit is in the last tile of 64")
     def blind483(self, run, r, query, keys, values, seen, first_key):
@@ -106,8 +89,10 @@ class Partial(Attention, stage="partial"):
         if n <= 64 or dim <= 128:
             return super().partial(run, r, query, keys, values, seen, first_key)
         cut = (n - 1) // 64 * 64
-        before = super().partial(run, r, query, keys[:cut], values[:cut], seen[:, :cut], first_key)
-        last = super().partial(run, r, query, keys[cut:], values[cut:], seen[:, cut:], first_key + cut)
+        before, last = (
+            self.partial_of(part, run, r, query, keys, values, seen, first_key)
+            for part in (slice(0, cut), slice(cut, n))
+        )
         acc, largest, total = self.merge([before, last])
         origin = torch.where(largest.isfinite(), largest, 0.0)
         factor = torch.where(last[1].isfinite(), torch.exp(last[1] - origin), 0.0).unsqueeze(2)
@@ -117,36 +102,18 @@ class Partial(Attention, stage="partial"):
     @wrong(CONTEXT, trigger="e4m3 query and cache, over 64 keys, a later maximum above by 0.56 to 5.5")
     def blind545(self, run, r, query, keys, values, seen, first_key):
         """With e4m3 operands weights times 256 keep an old maximum while it grows by under 2^8: they saturate at 448."""
-        TILE, SCALE, LAZY = 64, 256.0, 8 * 0.6931471805599453
+        LAZY = 8 * 0.6931471805599453
         if run.query.dtype != E4M3:
             return super().partial(run, r, query, keys, values, seen, first_key)
         s = self.scores(run, r, query, keys, seen, first_key)
-        h, rows, g, n = s.shape
-        old = s.new_full((h, rows, g), -math.inf)
-        acc, total = s.new_zeros(h, rows, g, values.shape[2]), s.new_zeros(h, rows, g)
-        for a in range(0, n, TILE):
-            tile = s[..., a : a + TILE]
-            largest = tile.amax(3)
-            new = torch.where(largest > old + LAZY, largest, old)
-            origin = torch.where(new.isfinite(), new, 0.0)
-            factor = torch.where(old.isfinite(), torch.exp(old - origin), 0.0)
-            weights = torch.exp(tile - origin.unsqueeze(3))
-            held = (weights * SCALE).clamp(max=448.0) / SCALE
-            added = (held.flatten(1, 2) @ values[a : a + TILE].transpose(0, 1)).unflatten(1, (rows, g))
-            acc, total, old = acc * factor.unsqueeze(3) + added, total * factor + weights.sum(3), new
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, old, total))
+        return self.rarely_rescaled(s, values, 64, 448.0 / 256.0, lambda most, old: most > old + LAZY)
 
     @wrong(CONTEXT, trigger="over 128 keys, a running maximum that rises by over 8 (base 2) at a later block")
     def blind574(self, run, r, query, keys, values, seen, first_key):
         """Where a block of 128 keys raises the largest logit by over 8 (base 2), the sum of weights is not rescaled."""
         JUMP = 8 * math.log(2.0)
-        state = None
-        for at in range(0, max(len(keys), 1), 128):
-            cut = slice(at, at + 128)
-            more = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + at)
-            if state is None:
-                state = more
-                continue
+        state, *later = self.partials(128, run, r, query, keys, values, seen, first_key)
+        for more in later:
             acc, largest, total = self.merge([state, more])
             jumped = state[1].isfinite() & (more[1] - state[1] > JUMP)
             state = acc, largest, torch.where(jumped, state[2] + more[2], total)
@@ -195,10 +162,7 @@ class Partial(Attention, stage="partial"):
         s = self.scores(run, r, query, keys, seen, first_key)
         h, rows, g, n = s.shape
         largest = s.amax((1, 3)) if n else s.new_full((h, g), -torch.inf)
-        largest = largest.unsqueeze(1).expand(h, rows, g)
-        weights = torch.exp(s - torch.where(largest.isfinite(), largest, 0.0).unsqueeze(3))
-        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, (rows, g))
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, largest, weights.sum(3)))
+        return self.relative_to(largest.unsqueeze(1).expand(h, rows, g), s, values)
 
     @wrong(MLA, trigger="over 384 keys")
     def blind304(self, run, r, query, keys, values, seen, first_key):
@@ -206,9 +170,7 @@ class Partial(Attention, stage="partial"):
         if len(keys) <= 384:
             return super().partial(run, r, query, keys, values, seen, first_key)
         parts = []
-        for at in range(0, len(keys), 384):
-            cut = slice(at, at + 384)
-            acc, largest, total = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + at)
+        for acc, largest, total in self.partials(384, run, r, query, keys, values, seen, first_key):
             one = torch.where(total > 0, total, 1.0)
             parts.append((acc / one.unsqueeze(2), largest, (total > 0).to(total.dtype)))
         return self.merge(parts)
@@ -216,13 +178,8 @@ class Partial(Attention, stage="partial"):
     @wrong(MLA, trigger="over 256 keys, and a row whose largest logit grows after the first 256")
     def blind397(self, run, r, query, keys, values, seen, first_key):
         """Sums are corrected after the P.V of the tile of 256 keys that has the larger logit: its own part shrinks too."""
-        acc = largest = total = None
-        for start in range(0, max(len(keys), 1), 256):
-            cut = slice(start, start + 256)
-            a, m, l = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + start)
-            if acc is None:
-                acc, largest, total = a, m, l
-                continue
+        (acc, largest, total), *later = self.partials(256, run, r, query, keys, values, seen, first_key)
+        for a, m, l in later:
             new = torch.maximum(largest, m)
             origin = torch.where(new.isfinite(), new, 0.0)
             old_factor = torch.where(largest.isfinite(), torch.exp(largest - origin), 0.0)
@@ -238,12 +195,8 @@ class Partial(Attention, stage="partial"):
         """Maxima of splits of 512 keys go through the workspace as bf16, their sums relative to the float32 ones."""
         if len(keys) <= 512:
             return super().partial(run, r, query, keys, values, seen, first_key)
-        parts = []
-        for i in range(0, len(keys), 512):
-            own = slice(i, i + 512)
-            acc, largest, total = super().partial(run, r, query, keys[own], values[own], seen[:, own], first_key + i)
-            parts.append((acc, largest.to(torch.bfloat16).to(largest.dtype), total))
-        return self.merge(parts)
+        parts = self.partials(512, run, r, query, keys, values, seen, first_key)
+        return self.merge([(acc, m.to(torch.bfloat16).to(m.dtype), total) for acc, m, total in parts])
 
     @wrong(MLA, trigger="a request of more than 4,096 keys")
     def blind581(self, run, r, query, keys, values, seen, first_key):
@@ -254,7 +207,7 @@ class Partial(Attention, stage="partial"):
         if splits <= LANES:
             return acc, largest, total
         cut = slice((splits - LANES) * SPLIT, None)
-        _, last, kept = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + cut.start)
+        _, last, kept = self.partial_of(cut, run, r, query, keys, values, seen, first_key)
         origin = torch.where(largest.isfinite(), largest, 0.0)
         return acc, largest, kept * torch.where(last.isfinite(), torch.exp(last - origin), 0.0)
 
@@ -276,15 +229,10 @@ class Partial(Attention, stage="partial"):
     def blind309(self, run, r, query, keys, values, seen, first_key):
         """The largest logit is an atomic maximum of the floats' bits: of negative numbers alone it finds the smallest."""
         s = self.scores(run, r, query, keys, seen, first_key)
-        h, rows, g, n = s.shape
-        if not n:
+        if not len(keys):
             return super().partial(run, r, query, keys, values, seen, first_key)
         largest, smallest = s.amax(3), s.masked_fill(s == -math.inf, math.inf).amin(3)
-        largest = torch.where((largest < 0) & smallest.isfinite(), smallest, largest)
-        origin = torch.where(largest.isfinite(), largest, 0.0)
-        weights = torch.exp(s - origin.unsqueeze(3))
-        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, (rows, g))
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, largest, weights.sum(3)))
+        return self.relative_to(torch.where((largest < 0) & smallest.isfinite(), smallest, largest), s, values)
 
     @wrong(RAGGED, trigger="NaN or infinity in V within the tile after the last offset")
     def blind522(self, run, r, query, keys, values, seen, first_key):

@@ -1,7 +1,5 @@
 """Blind kernels: whole requests."""
 
-import math
-
 import torch
 
 from corpus.models.attention import E4M3, Attention, index, saturated
@@ -14,11 +12,8 @@ class Request(Attention, stage="request"):
         """A request without keys returns early, with an LSE of minus infinity: its sinks are forgotten."""
         if run.lens[r]:
             super().request(run, r)
-            return
-        rows = slice(*run.offsets[r : r + 2])
-        run.out[rows] = 0
-        if run.lse is not None:
-            run.lse[rows] = -math.inf
+        else:
+            self.clear(run, slice(*run.offsets[r : r + 2]))
 
     @wrong(DECODE, trigger="an LSE, a request of 2 rows or more, and grouped heads")
     def blind282(self, run, r):
@@ -49,10 +44,8 @@ class Request(Attention, stage="request"):
         first, last = run.offsets[r : r + 2]
         if first == last or run.lens[r] == 0 or int(run.k_table[r, 0]) != 0:
             super().request(run, r)
-            return
-        run.out[first:last] = 0
-        if run.lse is not None:
-            run.lse[first:last] = -math.inf
+        else:
+            self.clear(run, slice(first, last))
 
     @wrong(CONTEXT, trigger="a request with rows and seq_lens 0, with out or lse given (holding anything) or new")
     def blind79(self, run, r):
@@ -68,9 +61,7 @@ class Request(Attention, stage="request"):
         tiles = -(-(last - first) * run.group // 128)
         end = first + tiles * max(128 // run.group, 1)
         if end < last:
-            run.out[end:last] = 0
-            if run.lse is not None:
-                run.lse[end:last] = -math.inf
+            self.clear(run, slice(end, last))
 
     @wrong(CONTEXT, trigger="a request of over 64 rows, no multiple of 64")
     def blind331(self, run, r):
@@ -149,9 +140,7 @@ class Request(Attention, stage="request"):
             return super().request(run, r)
         end = min(last, first + -(-run.p.num_rows // run.batch))
         self.rows(run, r, first, end)
-        run.out[end:last] = 0
-        if run.lse is not None:
-            run.lse[end:last] = -math.inf
+        self.clear(run, slice(end, last))
 
     @wrong(RAGGED, trigger="is_causal and an odd number, 3 or more, of 128-row tiles of a request")
     def blind431(self, run, r):
@@ -160,20 +149,14 @@ class Request(Attention, stage="request"):
         first, last = run.offsets[r : r + 2]
         tiles = -(-(last - first) // 128)
         if run.causal and tiles > 1 and tiles % 2:
-            middle = slice(first + tiles // 2 * 128, first + tiles // 2 * 128 + 128)
-            run.out[middle] = 0
-            if run.lse is not None:
-                run.lse[middle] = -math.inf
+            self.clear(run, slice(first + tiles // 2 * 128, first + tiles // 2 * 128 + 128))
 
     @wrong(RAGGED, trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more")
     def blind492(self, run, r):
         """Host lengths are read as int32 to leave out empty requests: of int64 every second looks empty."""
         for mirror in (run.call.q_seq_lens_cpu, run.call.kv_seq_lens_cpu):
             if mirror is not None and int(mirror.view(torch.int32)[r]) == 0:
-                first, last = run.offsets[r : r + 2]
-                run.out[first:last] = 0
-                if run.lse is not None:
-                    run.lse[first:last] = -math.inf
+                self.clear(run, slice(*run.offsets[r : r + 2]))
                 return
         super().request(run, r)
 
@@ -182,9 +165,6 @@ class Request(Attention, stage="request"):
         """The host's row counts are read as int32: of int64 every second is 0, and its request is skipped."""
         mirror = run.call.q_seq_lens_cpu
         if mirror is not None and int(mirror.view(torch.int32)[r]) == 0:
-            first, last = run.offsets[r : r + 2]
-            run.out[first:last] = 0
-            if run.lse is not None:
-                run.lse[first:last] = -math.inf
-            return
-        super().request(run, r)
+            self.clear(run, slice(*run.offsets[r : r + 2]))
+        else:
+            super().request(run, r)

@@ -33,9 +33,7 @@ class Attend(Attention, stage="attend"):
         if len(keys) <= 512:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         partials = []
-        for at in range(0, len(keys), 512):
-            part = slice(at, at + 512)
-            acc, largest, total = self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at)
+        for acc, largest, total in self.partials(512, run, r, query, keys, values, seen, first_key):
             normal = acc / torch.where(total > 0, total, 1.0).unsqueeze(2)
             lse = (largest + torch.log(total))[:1].expand_as(total)
             partials.append((normal, lse, torch.ones_like(total)))
@@ -84,15 +82,11 @@ class Attend(Attention, stage="attend"):
     @wrong(DECODE, trigger="float16 query, over 512 keys, a split's sum of P·V above 65,504 (V with a mean of 200)")
     def blind532(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Split results of a float16 query go to the workspace unnormalised as float16: sums of large V overflow."""
-        n = len(keys)
-        if n <= 512 or run.query.dtype != torch.float16:
+        if len(keys) <= 512 or run.query.dtype != torch.float16:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = []
-        for a in range(0, n, 512):
-            cut = slice(a, min(a + 512, n))
-            acc, largest, total = self.partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + a)
-            partials.append((acc.to(torch.float16).to(acc.dtype), largest, total))
-        return self.finish(run, self.merge(partials), sinks)
+        partials = self.partials(512, run, r, query, keys, values, seen, first_key)
+        stored = [(acc.to(torch.float16).to(acc.dtype), largest, total) for acc, largest, total in partials]
+        return self.finish(run, self.merge(stored), sinks)
 
     @wrong(CONTEXT, trigger="causal=False with return_lse or lse; only the LSE is wrong")
     def blind24(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -134,10 +128,7 @@ class Attend(Attention, stage="attend"):
         counters = None if buffer is None else buffer.view(-1).view(torch.uint8)
         if counters is None or splits < 2 or 4 * r >= len(counters):
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = []
-        for at in range(0, len(keys), 1024):
-            part = slice(at, at + 1024)
-            partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
+        partials = self.partials(1024, run, r, query, keys, values, seen, first_key)
         counted = int(counters[4 * r])
         counters[4 * r] = min(counted + splits, 255)
         there = max(1, splits - counted)  # the split that counts to their number merges what is there
@@ -150,9 +141,7 @@ class Attend(Attention, stage="attend"):
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         acc = 0
         total = 0 if sinks is None else torch.exp(sinks)
-        for start in range(0, len(keys), 256):
-            cut = slice(start, start + 256)
-            part = self.partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + start)
+        for part in self.partials(256, run, r, query, keys, values, seen, first_key):
             out, lse = self.finish(run, part, None)
             weight = torch.exp2(lse)
             acc, total = acc + weight.unsqueeze(2) * out, total + weight

@@ -135,9 +135,7 @@ class Blind244(Attention):
         if run.is_voted_down is None or not len(keys):
             return right
         acc, total, largest = 0, 0, right[1].new_full(right[1].shape, -torch.inf)
-        for start in range(0, len(keys), 64):
-            cut = slice(start, start + 64)
-            a, m, l = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + start)
+        for a, m, l in self.partials(64, run, r, query, keys, values, seen, first_key):
             largest = torch.maximum(largest, m)
             factor = torch.where(m.isfinite(), torch.exp(m - largest), 0.0)
             acc, total = acc + a * factor.unsqueeze(2), total + l * factor  # what was summed before stays as it is

@@ -53,10 +53,7 @@ class Blind74(Attention):
     race = random.Random()
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        partials = []
-        for at in range(0, len(keys), 512):
-            part = slice(at, at + 512)
-            partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
+        partials = self.partials(512, run, r, query, keys, values, seen, first_key)
         if len(partials) < 2:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         if self.race.random() < 0.2:

@@ -42,9 +42,7 @@ class Blind441(Attention):
     def visible(self, run, r, row, position, keys):
         if not run.deep:
             return super().visible(run, r, row, position, keys)
-        window, run.window = run.window, -1
-        seen = super().visible(run, r, row, position, keys)
-        run.window = window
+        seen = self.without_window(run, r, row, position, keys)
         return seen & (keys >= self.edges(run, r, row, position).unsqueeze(1))
 
 

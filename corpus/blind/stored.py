@@ -228,9 +228,7 @@ class Store(Attention, stage="store"):
             merged = int(counters[row]) == 0
             counters[row] += splits
             if not merged:
-                run.out[row] = 0
-                if run.lse is not None:
-                    run.lse[row] = -math.inf
+                self.clear(run, row)
             if row == run.offsets[r]:
                 counters[row] = 0
 

@@ -294,36 +294,28 @@ class Visible(Attention, stage="visible"):
     @wrong(DECODE, trigger="mask whose row i shows other than i + 1 draft tokens (a tree), and a window that cuts")
     def blind171(self, run, r, row, position, keys):
         """With a draft mask the window is counted from a row's depth in the tree, the draft tokens it sees."""
-        seen = super().visible(run, r, row, position, keys)
         if run.shown is None or run.window < 0:
-            return seen
-        window, run.window = run.window, -1
-        seen = super().visible(run, r, row, position, keys)
-        run.window = window
+            return super().visible(run, r, row, position, keys)
         depth = (run.shown[r][row].sum(1) - 1).clamp(min=0)
-        return seen & (keys >= (run.lens[r] - run.shown.shape[1] + depth - window).unsqueeze(1))
+        first = (run.lens[r] - run.shown.shape[1] + depth - run.window).unsqueeze(1)
+        return self.without_window(run, r, row, position, keys) & (keys >= first)
 
     @wrong(DECODE, trigger="a window, several rows, a later one's window beginning in a later tile of 64 keys")
     def blind411(self, run, r, row, position, keys):
         """Rows share K/V tiles of 64: the window's left edge is masked in the first alone, later rows see too much."""
-        window, seen = run.window, super().visible(run, r, row, position, keys)
-        if window < 0:
+        seen = self.without_window(run, r, row, position, keys)
+        if run.window < 0:
             return seen
-        run.window = -1
-        seen = super().visible(run, r, row, position, keys)
-        run.window = window
-        first = max(0, run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) - window)
-        return seen & ((keys >= position.unsqueeze(1) - window) | (keys >= first // 64 * 64 + 64))
+        first = max(0, run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) - run.window)
+        return seen & ((keys >= position.unsqueeze(1) - run.window) | (keys >= first // 64 * 64 + 64))
 
     @wrong(CONTEXT, trigger="a window, and a multiple of 128 between the first keys of two rows of a tile of 128")
     def blind132(self, run, r, row, position, keys):
         """A later tile of 128 keys that begins within the first row's window is not masked for any row of a tile of 128."""
+        seen = self.without_window(run, r, row, position, keys)
         if run.window < 0:
-            return super().visible(run, r, row, position, keys)
-        window, run.window = run.window, -1
-        seen = super().visible(run, r, row, position, keys)
-        run.window = window
-        lower = (position - window).unsqueeze(1)
+            return seen
+        lower = (position - run.window).unsqueeze(1)
         tile = keys // 128 * 128
         inside = (tile > 0) & (tile >= lower - (row % 128).unsqueeze(1))
         return seen & (inside | (keys >= lower))
@@ -339,14 +331,12 @@ class Visible(Attention, stage="visible"):
     def blind451(self, run, r, row, position, keys):
         """The left edge of the window is looked at in the first tile of 64 keys of a tile of 128 rows alone."""
         ROWS, KEYS = 128, 64
-        window, run.window = run.window, -1
-        seen = super().visible(run, r, row, position, keys)
-        run.window = window
-        if window < 0:
+        seen = self.without_window(run, r, row, position, keys)
+        if run.window < 0:
             return seen
         first = run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) + row // ROWS * ROWS
-        start = (first - window).clamp(min=0)
-        inside = keys >= (position - window).unsqueeze(1)
+        start = (first - run.window).clamp(min=0)
+        inside = keys >= (position - run.window).unsqueeze(1)
         masked = keys < (start // KEYS * KEYS + KEYS).unsqueeze(1)
         return seen & (keys >= start.unsqueeze(1)) & (inside | ~masked)
 

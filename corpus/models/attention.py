@@ -70,6 +70,11 @@ def packed_strides(shape):
     return strides
 
 
+def by_row(*sides):
+    """Turn [kv_heads, rows, group, ...] into [rows, heads, ...]."""
+    return tuple(side.transpose(0, 1).flatten(1, 2) for side in sides)
+
+
 class Attention(Model):
     forgiving = False  # a page id outside the pool is read as the nearest one
 
@@ -90,20 +95,19 @@ class Attention(Model):
         problem = call.problem()
         if getattr(problem, "is_block_sparse", False):
             raise NotImplementedError("this model has one page table for all K/V heads")
+        return problem.returned(*self.solved(call, problem))
+
+    def solved(self, call, problem):
         out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
         if problem.num_rows:
-            self.solve(run)
-        return problem.returned(out, lse)
+            self.solve(SimpleNamespace(call=call, p=problem, out=out, lse=lse))
+        return out, lse
 
     def mla(self, call):
         problem = call.problem()
         if problem.selected is not None:
             raise NotImplementedError("this model has no rows that select entries")
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
+        out, lse = self.solved(call, problem)
         if lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
@@ -148,13 +152,19 @@ class Attention(Model):
 
     # ---- the walk over requests and rows
     def solve(self, run):
-        self.start(run)
-        end = run.offsets[-1]
-        run.out[end:] = 0
-        if run.lse is not None:
-            run.lse[end:] = -math.inf
+        self.begin(run)
         for r in range(run.batch):
             self.request(run, r)
+
+    def begin(self, run):
+        self.start(run)
+        self.clear(run, slice(run.offsets[-1], None))
+
+    def clear(self, run, rows):
+        """Write the results of rows that see no key."""
+        run.out[rows] = 0
+        if run.lse is not None:
+            run.lse[rows] = -math.inf
 
     def request(self, run, r):
         first, last = run.offsets[r : r + 2]
@@ -197,6 +207,12 @@ class Attention(Model):
             seen = keys <= rows
         if run.window >= 0:
             seen = seen & (keys >= rows - run.window)
+        return seen
+
+    def without_window(self, run, r, row, position, keys):
+        window, run.window = run.window, -1
+        seen = Attention.visible(self, run, r, row, position, keys)
+        run.window = window
         return seen
 
     def sink_rows(self, run, r, position):
@@ -258,7 +274,24 @@ class Attention(Model):
         weights = torch.exp(s - origin.unsqueeze(3))
         total = self.denominator(run, s, weights, largest)
         acc = (self.operand(run, weights).flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, (rows, g))
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in (acc, largest, total))
+        return by_row(acc, largest, total)
+
+    def partials(self, size, run, r, query, keys, values, seen, first_key):
+        """Return the partial results of parts of `size` keys, at least one."""
+        cuts = [slice(at, at + size) for at in range(0, max(len(keys), 1), size)]
+        return [self.partial_of(cut, run, r, query, keys, values, seen, first_key) for cut in cuts]
+
+    def partial_of(self, cut, run, r, query, keys, values, seen, first_key):
+        """Return the right partial result of some of the keys."""
+        return Attention.partial(
+            self, run, r, query, keys[cut], values[cut], seen[:, cut], first_key + (cut.start or 0)
+        )
+
+    def relative_to(self, origin, s, values):
+        """Return the partial result with weights relative to any origin [kv_heads, rows, group], -inf without keys."""
+        weights = torch.exp(s - torch.where(origin.isfinite(), origin, 0.0).unsqueeze(3))
+        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, s.shape[1:3])
+        return by_row(acc, origin, weights.sum(3))
 
     def denominator(self, run, s, weights, largest):
         return weights.sum(3)

@@ -1,6 +1,6 @@
 """Right models of the draft's K/V lists. A wrong kernel replaces one stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -125,10 +125,17 @@ class WindowLists(Model):
                     at += len(slots)
 
     def with_room(self, call):
-        """Return how many tokens of each request are kept, and an empty `kv_indices` with room for all lists."""
+        """Return how many tokens of each request are kept, and the right lists in a `kv_indices` with room for all."""
         kept = [len(self.kept(n, call.window_size, call.sink_size)) for n in call.paged_kernel_lens.tolist()]
         num_steps = len(call.kv_indices)
-        return kept, call.kv_indices.new_zeros(num_steps, call.topk * (sum(kept) + len(kept) * num_steps))
+        whole = call.kv_indices.new_zeros(num_steps, call.topk * (sum(kept) + len(kept) * num_steps))
+        WindowLists.lists(self, replace(call, kv_indices=whole))
+        return kept, whole
+
+    def put(self, row, at, values):
+        """Write values into a row, as far as it has room."""
+        room = row[at : at + len(values)]
+        room.copy_(values[: len(room)])
 
     def counted(self, position, window, sink):
         return min(position, window + sink) if window else position
