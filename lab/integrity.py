@@ -24,27 +24,43 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 WATCHED = (
-    *(
-        "builtins",
-        "dataclasses",
-        "gc",
-        "inspect",
-        "json",
-        "math",
-        "pickle",
-        "random",
-        "statistics",
-        "threading",
-        "time",
-    ),
-    *("torch", "torch._C", "torch._tensor", "torch.cuda", "torch.cuda.graphs", "torch.cuda.streams", "torch.linalg"),
+    "builtins",
+    "dataclasses",
+    "gc",
+    "inspect",
+    "json",
+    "math",
+    "pickle",
+    "random",
+    "statistics",
+    "threading",
+    "time",
+    "torch",
+    "torch._C",
+    "torch._tensor",
+    "torch.cuda",
+    "torch.cuda.graphs",
+    "torch.cuda.streams",
+    "torch.linalg",
     "torch.nn.functional",
 )
 # Classes whose methods are watched, in addition to the classes that the modules define.
 CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
 # Operators that comparisons use; torch.library can replace their kernels.
 OPERATORS = (
-    *("abs", "all", "any", "clone", "copy_", "div", "eq", "gt", "isfinite", "linalg_vector_norm", "max", "mul", "sub"),
+    "abs",
+    "all",
+    "any",
+    "clone",
+    "copy_",
+    "div",
+    "eq",
+    "gt",
+    "isfinite",
+    "linalg_vector_norm",
+    "max",
+    "mul",
+    "sub",
 )
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 # Prefixes of environment variables that change how any kernel is compiled.

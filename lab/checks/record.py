@@ -177,8 +177,8 @@ def _built(node: ast.expr) -> Any:
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     """Return one report with the verdicts of all shards of a run, the worst one for each case. `out` is the file to which
-    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, each of which has
-    ended.
+    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, and each shard
+    has ended.
     """
     by_path = {path: read_record(path) for path in paths}
     _check_shards(paths, by_path)

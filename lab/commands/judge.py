@@ -171,12 +171,7 @@ def judge(
         path, number = _report_and_number(case)
         _judge_and_exit(partial(_judge_case, path, number, implementation, refusals, settings), watch)
     if implementation is not None and implementation.endswith((".json", ".json.gz")):
-        if not coverage:
-            refuse(
-                f"{implementation} names a report and no kernel: --coverage prints what the report judged, "
-                f"--case {implementation}#17 judges its case 17 again, and lab compare compares two reports"
-            )
-        _print_recorded_coverage(Path(implementation))
+        _print_recorded_coverage(implementation, coverage)
         raise typer.Exit
     if implementation is not None:
         with refusing_errors():
@@ -309,7 +304,13 @@ def merge(
     raise typer.Exit(report.exit_status)
 
 
-def _print_recorded_coverage(path: Path) -> None:
+def _print_recorded_coverage(report: str, is_wanted: bool) -> None:
+    if not is_wanted:
+        refuse(
+            f"{report} names a report and no kernel: --coverage prints what the report judged, "
+            f"--case {report}#17 judges its case 17 again, and lab compare compares two reports"
+        )
+    path = Path(report)
     refuse_unreadable("no coverage", path)
     from lab.checks.parameters.coverage import coverages
     from lab.checks.record import ReportError, read_cases, read_expression, read_record

@@ -159,7 +159,8 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
     """Return the cached tokens of each request of a decode batch: the first `batch_size` requests that run at the first full
-    second at which so many run. 50 ms per token is a moderate interactive pace. Raise ValueError if there are never so many.
+    second at which `batch_size` requests run. 50 ms per token is a moderate interactive pace. Raise ValueError if fewer
+    requests run at all times.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")

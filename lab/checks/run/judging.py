@@ -57,8 +57,7 @@ def judge_case(
     """
     where = device_of(device)
     name, loaded = named_implementation(implementation)
-    by_key = checks_by_key()
-    (chosen,) = (by_key[check],) if check in by_key else checks_named(check)
+    (chosen,) = checks_named(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
     judged = credible(judge_task(loaded, Task(chosen.key, case, str(where), ranges)))
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)

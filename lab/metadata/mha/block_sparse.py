@@ -128,7 +128,7 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         out: Tensor,
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`), of which only `softmax_scale` is used. Each call
+        """Prepare one layer's attention (see `Backend.prepare_attention`). Of `layer`, only `softmax_scale` is used. Each call
         copies the pages that `topk_indices` selects, as in `copy_selected_pages`. Rows of `out` beyond the number of rows in
         `metadata` become 0.
         """
