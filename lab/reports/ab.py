@@ -1,4 +1,4 @@
-"""Time two kernels, or one kernel with two settings, in one process on this GPU, with samples that take turns."""
+"""Time two kernels, or one kernel with two settings, in one process on this GPU. The samples of both are interleaved."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """A scenario or recorded call with the kernel that ran it and its time."""
+    """One of the two compared works: a scenario or recorded call, the module of the kernel that ran it, and its GPU times."""
 
     scenario: str  #: name of the scenario, or address of the recorded call
     module: str  #: name of the kernel's module
@@ -35,16 +35,17 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes or recorded calls on this GPU, and compare their outputs with the reference before and after.
+    """Time two forward passes or recorded calls on this GPU, and compare their outputs with the reference before and after the
+    timing.
 
     Args:
-        names: for each side, the name of the scenario or address of the recorded call, and the name of the kernel's module.
+        names: for each of the two, the scenario's name or the recorded call's address, and the name of the kernel's module.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
         NotImplementedError, ValueError: a module does not support its call, a recorded call cannot be read, or `method` cannot
             time a call.
-        AssertionError: the outputs of a side are wrong.
+        AssertionError: an output is wrong.
         RefusedTimeError: a measured time is shorter than the GPU can reach, or two clocks disagree about it.
         RuntimeError: a call cannot be captured in a CUDA graph, or CUPTI cannot be used.
     """
@@ -65,7 +66,7 @@ def measure_sides(
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
-    """Return a table of both sides, and a line that compares the second side with the first."""
+    """Return a table with one row for each of the two sides, and a line that says whether the second is faster or slower."""
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"

@@ -13,7 +13,7 @@ STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": E
 
 
 def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:
-    """Return a table with a row per result of `lab.budget.budget`, and below it the tolerances `atol` and `rtol`."""
+    """Return a table with one row per result of `lab.budget.budget`, followed by lines that explain its columns."""
     remarks = (
         "medians of relative L2 errors of output vectors:",
         "quantised: float64 on stored K and V against original ones; unavoidable",
@@ -25,7 +25,7 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
 
 
 def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
-    """Return a report without a table; `asked` has the user's numbers about the failed test, which the JSON repeats."""
+    """Return a report with the verdict on a failed test and no table. Its JSON repeats the test's numbers (`asked`)."""
     record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
     below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"
     return TableReport((), make_table({}, ()), below, record, STATUS[answer.verdict])

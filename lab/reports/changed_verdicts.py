@@ -37,7 +37,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How the verdict on a case changed, the worst change first. `style` is the style of the cell that shows the change."""
+    """How the verdict on a case changed. Tables list the changes in this order. `style` is the style of the change's cell."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -54,7 +54,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """One case that is in both reports."""
+    """A case that is in both reports, with its verdict in each."""
 
     before: CaseVerdict
     after: CaseVerdict
@@ -113,7 +113,7 @@ def read_report(path: Path) -> RecordedFile:
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return a report's verdicts. Raises ReportError, with the file's name, if this lab version cannot read them."""
+    """Return the verdicts in a report. Raises ReportError with the file's name if this version of the lab cannot read them."""
     try:
         return list(read_cases(file.content))
     except ReportError as error:
@@ -121,7 +121,7 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
 
 
 def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two reports differ, such as level or seed, as (before, after) by name."""
+    """Return the settings that differ between two reports, such as level or seed: (value before, value after) by name."""
     was, now = _settings(before), _settings(after)
     return {name: (was[name], now[name]) for name in SETTINGS if was[name] != now[name]}
 
@@ -132,7 +132,12 @@ def _settings(file: RecordedFile) -> dict[str, Any]:
 
 
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
-    """Return a table of the cases whose verdict changed. Raises RecordedFileError, ReportError or NotComparableError."""
+    """Return a table of the cases whose verdicts differ between two reports of the judge.
+
+    Raises:
+        RecordedFileError, ReportError: a file cannot be read, or is not a report of the judge.
+        NotComparableError: both paths are the same file.
+    """
     if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_report(before_path), read_report(after_path)
@@ -202,7 +207,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence that says which parameters the cases with this change have, and right cases do not."""
+    """Return a sentence with the parameter values that the cases with this change have, and that right cases do not have."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [

@@ -1,10 +1,12 @@
-"""Compare recorded runs, or two implementations or settings within one run, in a table with the changed rows first.
+"""Compare the times of recorded runs, or of two implementations or settings within one run, in a table with changed rows first.
 
-A row of BEFORE is compared with the row of AFTER that has the same scenario, implementation, page size, dtypes, clock and state
-of L2. Driver, versions and commit may differ. Runs with different GPUs, power limits or maximum clocks are not compared. Two
-rows are refused if they were measured by different methods, did different work or ran at different GPU clocks. A limit of the
-GPU, such as its power limit, can cause a verdict, and then the verdict becomes UNSURE: SLOWER if the clocks of AFTER were
-limited, FASTER if the clocks of BEFORE were limited, and SAME if the clocks of one side were limited and the SM clocks differ.
+A row of the run BEFORE is compared with the row of the run AFTER that has the same scenario, implementation, page size, dtypes,
+clock and state of the L2 cache. Driver, versions and commit may differ. Runs with different GPUs, power limits or maximum
+clocks are not compared. Two rows are refused if they were measured by different methods, did different work or ran at different
+GPU clocks.
+
+A GPU reduces its clocks at a limit, such as its power limit. A verdict that this may have caused becomes UNSURE: SLOWER if
+AFTER was limited, FASTER if BEFORE was limited, and SAME if one of them was limited and their SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -64,12 +66,12 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 
 class NotComparableError(ValueError):
-    """Two recordings must not be compared; the message says why."""
+    """Two recordings must not be compared. The message says why."""
 
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A pair of rows that measure the same thing, and how their times compare or why they must not be compared."""
+    """A row before and a row after that measure the same thing: the comparison of their times, or why they are not compared."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -83,16 +85,16 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths, each a file or a folder of repeated runs.
+    """Compare the recorded times of two paths, each a file or a folder of repeated runs.
 
     Args:
-        by: compare the rows of one run instead: a field and its two values, such as ("implementation", "lab.kernels.portable",
-            "lab.kernels.trtllm"). `after` must then be None.
+        by: (field, first value, second value), such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm"): rows
+            of one run with the first value are compared with those with the second one. `after` must then be None.
         strict: an UNSURE row also gives exit status 1.
 
     Raises:
         RecordedFileError: a path holds no recorded run.
-        NotComparableError: both sides are the same, or were measured on different GPUs, or a side of `by` has no row.
+        NotComparableError: both sides are the same, or were measured on different GPUs, or no row has a value of `by`.
     """
     if after is not None and os.path.realpath(before) == os.path.realpath(after):
         raise NotComparableError(f"both sides are {before}: there is nothing to compare")
@@ -219,7 +221,7 @@ def _reasons(rows: Sequence[RowComparison], shared: Iterable[str]) -> Iterator[s
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return the rows of one run whose field `key` has the first value, and those with the second value."""
+    """Return two mappings of rows of one run: those whose field `key` has the first value, and those with the second value."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -255,7 +257,7 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 def _compare_sides(
     before: RowsOfSide, after: RowsOfSide, rule: Rule
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
-    """Return the compared rows, changed ones first, and the identities of rows that only `before` and only `after` has."""
+    """Return (compared rows, changed ones first; identities of rows that only `before` has; those that only `after` has)."""
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {without(each, *TIMED_BY): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(without(each, *TIMED_BY)) for each in before}
@@ -275,7 +277,7 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
-    """Compare the samples. A verdict that a limit of the GPU, such as its power limit, may have caused is UNSURE."""
+    """Compare the samples. The verdict is UNSURE if a limit of the GPU, such as its power limit, may have caused it."""
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_two_clocks(one, other, "sm_clock_mhz") for one in before for other in after)
@@ -311,7 +313,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return a sentence that says why a row's rates exceed its GPU's; "" if they do not, or if the row has no rates."""
+    """Return a sentence if a recorded bandwidth or matrix rate exceeds what the GPU can reach, else ""."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -321,7 +323,7 @@ def _why_impossible(row: Row) -> str:
 
 
 def _two_clocks(first: Row, other: Row, key: str) -> str:
-    """Return a sentence if the recorded clocks of two rows differ; "" if they do not."""
+    """Return a sentence if two rows ran at different GPU clocks, else "". `key` is the recorded clock, a key of `CLOCKS`."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     if len(mine) == len(theirs) and all(map(agree, mine, theirs)):

@@ -59,7 +59,7 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield lines about a run. A factor's answer is the worst one of all functions and dtypes."""
+    """Yield lines that summarise a run. The answer of a factor is the worst one among all functions and dtypes."""
     if found.report.left_out or not found.dependences:
         yield str(found.report)
     for answer in Answer:

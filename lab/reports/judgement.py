@@ -45,7 +45,7 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the first lines of a report: the answer, what is broken, what was compared, and the regions."""
+    """Yield the first lines of a report: the answer, what is broken, what was compared, and groups of similar wrong cases."""
     found = report.diagnosis
     yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
     for place, region in enumerate(found.regions):
@@ -100,7 +100,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def show(report: Report, console: Any) -> None:
-    """Print a report to a console of the package rich: the answer and the regions, the table of checks, the notes."""
+    """Print a report to a console of the package rich: the answer, groups of wrong cases, the table of checks, notes."""
     answer, *details = summary(report)
     is_plain = report.is_right and not any(verdict.judged.suspicions for verdict in report.verdicts)
     outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if is_plain else Outcome.KNOWN
@@ -111,12 +111,12 @@ def show(report: Report, console: Any) -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return the lines that `show` prints, but not the table of checks."""
+    """Return the lines that `show` prints above and below the table of checks."""
     return [*summary(report), *notes(report)]
 
 
 def check_table(report: Report) -> Table:
-    """Return a table with one row per check and function; "worst" is the largest ratio of error to bound."""
+    """Return a table with one row per check and function. The column "worst" has the largest ratio of an error to its bound."""
     names = {key: check.name for key, check in checks_by_key().items()}
     seed = f", seed {report.ranges.seed}" if report.ranges.seed else ""
     where = report.environment.get("gpu") or report.device
@@ -136,7 +136,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table with one row per parameter of a function, and how far K18 reached each of its values."""
+    """Return a table of a function's parameters. Its columns list the values that were judged, declined or left out."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }
@@ -145,7 +145,7 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield how many pairs and triples of parameter values were judged, and the first blind spots."""
+    """Yield lines with the numbers of judged pairs and triples of parameter values, and the first pairs not judged together."""
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)

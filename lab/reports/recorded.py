@@ -52,7 +52,7 @@ class RecordedFileError(ValueError):
 
 
 class FileKind(NamedEnum):
-    """Which kind of results a recorded file contains."""
+    """The kind of results in a recorded file."""
 
     BENCHMARKS = "benchmarks in pytest-benchmark's JSON"
     JUDGE = "a report of the judge"
@@ -62,7 +62,7 @@ class FileKind(NamedEnum):
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A file of recorded results: its path, which kind of results it has, and its parsed JSON."""
+    """A file of recorded results: its path, the kind of its results, and its parsed JSON."""
 
     path: Path
     name: str  #: path relative to the folder that was read, without ".json" or ".json.gz"
@@ -71,7 +71,7 @@ class RecordedFile:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Return the environment (`lab.provenance.environment`) that the file records; empty if it records none."""
+        """Return the recorded description of the machine (`lab.provenance.environment`); empty if none was recorded."""
         if self.kind is FileKind.BENCHMARKS:
             lab = self.content.get("machine_info", {}).get("lab", {})
             return {name: value for name, value in lab.items() if name != "ceilings"}
@@ -82,7 +82,7 @@ class RecordedFile:
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the environment by its nested keys, such as "packages", "torch"; None if absent."""
+        """Return the value at nested keys of the environment, such as "packages", "torch"; None if there is none."""
         return value_at(self.environment, keys)
 
 
@@ -94,7 +94,7 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
 
 
 def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
-    """Return for each group of (group, member) pairs the list of its members, in the order of the pairs."""
+    """Return the members of each group, in the order of the pairs (group, member)."""
     found: dict[Group, list[Member]] = {}
     for group, member in pairs:
         found.setdefault(group, []).append(member)
@@ -138,7 +138,7 @@ def _kind(content: Any) -> FileKind:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark of a run: the time samples of one implementation on one scenario, and the facts recorded with them."""
+    """One benchmark of a run: the samples of one implementation on one scenario, and the fields recorded with them."""
 
     name: str  #: the test's full name
     samples_us: tuple[float, ...]  #: raw samples in microseconds per call, in the order of measurement
@@ -155,7 +155,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return (name, value) pairs: the scenario, implementation, page size, dtypes, clock and state of the L2 cache."""
+        """Return (name, value) pairs: scenario, implementation, page size, dtypes, clock and state of the L2 cache."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -179,7 +179,7 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return median / floor (the least possible time); None if there is no floor, or one below `LEAST_FLOOR_US`."""
+        """Return median time / least possible time (floor); None if there is no floor, or it is below `LEAST_FLOOR_US`."""
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
@@ -191,7 +191,7 @@ Rivals = Sequence[tuple[Row, Speed]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One recorded run of `lab bench`: a row for each timed benchmark, and the environment in which all were measured."""
+    """One recorded run of `lab bench`: a row per benchmark, and a description of the machine and software."""
 
     path: Path
     environment: Mapping[str, Any]  #: `lab.provenance.environment` of the run; empty if it was not recorded
@@ -208,7 +208,7 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return the rows of GPU time, grouped so that the rows of a group differ only in the implementation."""
+        """Return groups of rows with GPU times. The rows of a group differ only in the implementation."""
         found = grouped(
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -227,7 +227,7 @@ def _with_speeds(rows: Sequence[Row]) -> Rivals:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return, by heading, the nested keys of the environment fields to show: `FACTS` and the packages."""
+    """Return the environment fields to show, those in `FACTS` and all packages, as nested keys by the field's heading."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -235,7 +235,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return, by heading, the environment fields that a comparison shows, as text, for both sides."""
+    """Return the environment fields that a comparison shows: (text before, text after) by heading."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (
@@ -256,7 +256,7 @@ def in_words(identity: Identity) -> str:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run that pytest-benchmark recorded with raw samples. Raises RecordedFileError."""
+    """Read a run that pytest-benchmark recorded with all samples. Raises RecordedFileError."""
     return run_of(read_file(Path(path)))
 
 

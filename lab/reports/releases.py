@@ -1,6 +1,6 @@
 """Show in a table which known failures of kernels (findings) each release of a package has.
 
-    lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
+lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
 Each file is a report of the judge. The release is the version of the package in the report's environment. A release may have
 several reports with different ranges of parameters. All releases must be judged with equal settings, such as level and seed
@@ -8,8 +8,8 @@ several reports with different ranges of parameters. All releases must be judged
 
 A row of the table is a finding, or a region: a group of cases that are wrong in the same releases and have no finding. Findings
 are assigned to cases by the current list of known failures (`lab.checks.run.known_failures`), not by the list at the time of
-the report. The *affected cases* of a finding are the cases that are wrong by this finding in at least one release. The status
-of a finding in a release is
+the report. The *affected cases* of a finding are those that are wrong by this finding in at least one release. The status of a
+finding in a release is
 
     present         an affected case is wrong by this finding in this release
     absent          some affected cases are right in this release, and none is wrong by this finding
@@ -44,14 +44,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding (a known failure) or a region (wrong cases without a finding), with its cases."""
+    """A row of the table: a finding (a known failure), or a region (a group of wrong cases without a finding)."""
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
     cited: str = ""  #: the finding as cases cite it; "" for a region
 
     def presence(self, release: Verdicts) -> dict[str, Any]:
-        """Return the "status" in a release, and the numbers of cases "wrong" in the finding's way, "right" and "declined"."""
+        """Return the "status" of the finding in a release, and the numbers of cases "wrong" by it, "right" and "declined"."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -69,11 +69,11 @@ class FindingRow:
 def releases_report(
     paths: Sequence[Path], package: str = "flashinfer-python", findings: Path | None = None
 ) -> TableReport:
-    """Return a table of findings with one column per release, in the order of `paths`.
+    """Return a table with one row per finding and one column per release, in the order of `paths`.
 
     Args:
         package: the package whose version, in a report's environment, is the release.
-        findings: a Markdown page, each of whose headings like "## 1. ..." has a row, even if no report cites it.
+        findings: a Markdown page. Each of its headings like "## 1. ..." gets a row, even if no report cites it.
 
     Raises:
         RecordedFileError, ReportError, OSError: a file cannot be read, or is not a report of the judge.

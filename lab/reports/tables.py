@@ -1,4 +1,4 @@
-"""Define the lab's tables and print them in a terminal and in Markdown; `lab.reports.html` shows them on a page."""
+"""Define tables as data, and print them in a terminal and in Markdown. `lab.reports.html` shows them on a page."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ TERMINAL_STYLES = {
 
 @dataclass(frozen=True)
 class Link:
-    """A link within the HTML page. `target` is the id of the part of the page to which it leads."""
+    """A link within the HTML page. `target` is the id of the HTML element to which it leads."""
 
     text: str
     target: str
@@ -45,8 +45,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table."""
-
     text: str  #: the shown text; the unit is in the column's heading
     number: float | None = None  #: the unrounded value, by which the page sorts; None for words
     style: str = ""  #: names of styles separated by spaces, such as "slower" or "long code"; "" for none
@@ -69,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as data, for a terminal, Markdown or HTML. Columns that are not shown are in `common` or `left_out`."""
+    """A table as data, for a terminal, Markdown or HTML."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -85,12 +83,12 @@ Columns = Mapping[str, Callable[[Any], Cell]]  # by heading: a function that ret
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell that shows a value as text; a dash for None and "". `style` is as in `Cell`."""
+    """Return a cell that shows a value as text, or a dash for None and "". `style` is as in `Cell`."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell with value * scale and `digits` decimals, or by default `SHOWN_DIGITS` significant digits."""
+    """Return a cell that shows value * scale with `digits` decimals, or (None) with `SHOWN_DIGITS` significant digits."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
@@ -108,8 +106,8 @@ def make_table(
 ) -> Table:
     """Make a table with one row per record. Columns that are empty in every row are omitted.
 
-    A column whose heading is in `say_once` is moved to `Table.common` if every row has the same text. None means all columns,
-    if there are at least two records.
+    A column with the same text in every row is moved to `Table.common` if its heading is in `say_once`. None stands for all
+    headings, if there are at least two records.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
@@ -130,14 +128,14 @@ def make_table(
 
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
-    """Make a table of `lines` (rows of texts or cells) under these headings. Columns that are all empty are omitted."""
+    """Make a table from rows of texts or cells. Columns that are empty in every row are omitted."""
     cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
     columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
     return make_table(columns, cells, caption=caption, say_once=())
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of JSON objects, with one column per key. A key is left out if a record has a long list under it."""
+    """Make a table of JSON objects, with one column per key. A key with a long list in some object has no column."""
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record)
     long = [key for key in keys if any(_is_long(record.get(key)) for record in flat)]
@@ -151,7 +149,7 @@ def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Each key of the result begins with `prefix`."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -176,7 +174,6 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    """Return the text that a reader sees in a cell."""
     return " ".join(link.text for link in cell.links) or cell.text
 
 
@@ -195,7 +192,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
-    """Convert a table to one of the package rich, without `common` and `left_out`. `show_lines` separates the rows."""
+    """Convert a table to a table of the package rich, without `common` and `left_out`. `show_lines` separates rows by lines."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -222,7 +219,7 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table that fits a terminal of any width. In a narrow terminal a row takes two lines: its names, then its numbers."""
+    """A table for a terminal of any width. In a narrow terminal each row takes two lines: its words, then its numbers."""
 
     table: Table
 
@@ -260,8 +257,8 @@ class TableReport:
     title: str = ""  #: the first line; in Markdown, a heading
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Write the report as JSON and as Markdown to these files, where "-" is the standard output. Print it to the terminal
-        too, unless the standard output has the JSON or the Markdown.
+        """Write the report as JSON and as Markdown to these files; "-" is standard output. Also print it to the terminal,
+        unless standard output has the JSON or the Markdown.
         """
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":
@@ -292,7 +289,7 @@ def items(lines: Iterable[str]) -> str:
 
 
 def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
-    """Print lines without wrapping them. Control characters are printed as escape sequences, and markup as it is."""
+    """Print lines without wrapping them. Control characters are printed as escape sequences, rich's markup as plain text."""
     from rich.text import Text
 
     for line in lines:

@@ -33,7 +33,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column: the text of `cell`, followed in brackets by the text of `note` and `unit`."""
+    """Return a column that shows `cell`, followed by `note` and `unit` in brackets."""
 
     def with_note(row: Row) -> Cell:
         plain, noted = cell(row), note(row).text
@@ -81,7 +81,7 @@ PLAIN_COLUMNS: Columns = {
 
 
 def timing_tables(run: RecordedRun) -> list[Table]:
-    """Make the tables of a run that have rows: GPU times, other times, and implementations without a time."""
+    """Make up to three tables of a run: GPU times, other times, and implementations without a time."""
     gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name="gpu", caption="GPU time")
     others = make_table(
         PLAIN_COLUMNS,
@@ -126,7 +126,7 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return a cell with an implementation's median. Its style says how it compares with the fastest implementation."""
+    """Return a cell with an implementation's median. The style says how it compares with the fastest implementation."""
     found = next(((row, speed) for row, speed in reversed(rivals) if row.implementation == implementation), None)
     return replace(number(found[0].median_us, 1), style=MEDIAN_STYLES.get(found[1], "")) if found else words(None)
 
@@ -151,7 +151,7 @@ def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def ceiling_table(run: RecordedRun) -> Table:
-    """Make a table of the highest rates of the memory and of the matrix units, as measured and by the datasheet."""
+    """Make a table of the highest rates of memory and matrix units: those measured in the run, and those of the datasheet."""
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

@@ -1,4 +1,4 @@
-"""Write the report of a recorded benchmark run: report.md, and with the extra `plots` two plots for each method."""
+"""Write the report of a recorded benchmark run: report.md and, with the extra `plots`, two plots for each clock."""
 
 import importlib.util
 import re
@@ -25,7 +25,7 @@ METHOD = (
 
 
 def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
-    """Return the report in Markdown. It shows the plots `pictures`, given by their file names in the report's folder."""
+    """Return the report in Markdown. `pictures` are the file names of the plots that it shows."""
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
     if run.gpu_rows:
@@ -56,7 +56,9 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Return, by file name, up to two figures of matplotlib for each method: a roofline, and the ratios of time to floor."""
+    """Return matplotlib figures by file name: for each clock a roofline plot, and a plot of times over the least possible
+    times.
+    """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn = {}

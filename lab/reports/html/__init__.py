@@ -1,1 +1,1 @@
-"""Write one self-contained HTML page about a folder of recorded results: `lab html FOLDER`. It needs the extra `html`."""
+"""Write one self-contained HTML page about a folder of recorded results (`lab html FOLDER`). Needs the extra `html`."""

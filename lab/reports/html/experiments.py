@@ -19,7 +19,7 @@ SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 def picture_of(figure: Figure, description: str) -> dict[str, str]:
-    """Return a figure as a data URI, with a description that replaces it in a screen reader."""
+    """Return a figure as an SVG data URI, with a description for screen readers."""
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
@@ -30,7 +30,7 @@ def picture_of(figure: Figure, description: str) -> dict[str, str]:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the values, by name, with which the page's template shows a file of `FileKind.EXPERIMENT`."""
+    """Return the variables of the page's template that show one recorded experiment."""
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
@@ -61,7 +61,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[dict[str, str] | str]:
-    """Yield, for each of `drawings`, the picture, or a sentence that says why it cannot be drawn."""
+    """Yield for each drawing the picture, or a sentence that says why it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words

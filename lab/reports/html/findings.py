@@ -1,4 +1,4 @@
-"""Convert Markdown to HTML for the page, and find the findings (sections of Markdown pages) that reports of the judge cite."""
+"""Convert Markdown to HTML for the page, and find the sections of Markdown pages (findings) that reports of the judge cite."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Finding:
-    """A known failure of a kernel, cited as "path#heading" by `lab.checks.run.known_failures`."""
+    """A section of a Markdown page about a known failure of a kernel. Reports of the judge cite it as "path#heading"."""
 
     path: str  #: path of the Markdown page, relative to the root of the repository
     heading: str  #: anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale"
@@ -30,7 +30,7 @@ class Finding:
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
-        """Return the section that describes the finding, as HTML; "" if there is no such page or section in `folder`."""
+        """Return the section as HTML; "" if `folder` has no such page, or the page has no such section."""
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
         headings = list(SECTION_HEADING.finditer(text))
@@ -49,7 +49,7 @@ def findings_in(citation: str) -> tuple[Finding, ...]:
 
 
 def markdown_html(text: str) -> str:
-    """Convert Markdown to HTML without comments, pictures and links; other raw HTML is shown as text. "# " becomes h3."""
+    """Convert Markdown to HTML without comments and pictures. Links keep only their text, and raw HTML is shown as text."""
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")

@@ -1,4 +1,4 @@
-"""Prepare recorded reports of the judge for the HTML page: its first section, and its tables."""
+"""Prepare recorded reports of the judge for the HTML page: the sentences of its first section, and its tables."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ class CheckRow:
 
     @property
     def worst_right(self) -> float | None:
-        """Return the largest ratio of error to bound in a right case; None if no right case is recorded."""
+        """Return the largest ratio of error to bound among the right cases; None if no right case is recorded."""
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
@@ -60,14 +60,12 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class JudgedRun(RecordedFile):
-    """A recorded report of the judge."""
-
     @property
     def implementation(self) -> str:
         return str(self.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
-        """Return a shell command for the page's folder; "" if the report does not number its cases."""
+        """Return a shell command that judges a case again in the folder of the page; "" if the report numbers no cases."""
         suffix = self.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
 
@@ -90,7 +88,7 @@ class JudgedRun(RecordedFile):
 
     @property
     def verdict(self) -> str:
-        """Return "right" if no call that the profile's engine sends is wrong, otherwise the worst outcome."""
+        """Return "right" if the report is about the calls of one engine and all are right, else the worst outcome of a case."""
         if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
@@ -214,7 +212,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table with one row per run, check, function, verdict and cited findings."""
+    """Make a table of wrong, failed and known cases, with one row per run, check, function, verdict and cited findings."""
     groups = []
     for row in rows:
         faults = (case for case in row.cases if case["outcome"] in FAULTS)
@@ -264,7 +262,7 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell in percent. The judge records an infinite ratio as "inf", because JSON has no infinity."""
+    """Return a cell that shows a ratio in percent. Reports have the text "inf" for infinity, which JSON cannot express."""
     if ratio is None:
         return Cell(ABSENT)
     value = 100 * float(ratio)

@@ -1,4 +1,4 @@
-"""Make the HTML page of a folder of recorded results, which needs no other file and makes no request.
+"""Make the HTML page of a folder of recorded results. The page needs no other file and no network.
 
 The page contains the JavaScript library DataTables, which the package itables ships, so that readers can sort and filter tables
 offline. Without JavaScript the tables are plain and show all rows.

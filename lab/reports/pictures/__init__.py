@@ -1,1 +1,1 @@
-"""Pictures of recorded times, and the style that all the lab's pictures share. Needs the extra `plots`."""
+"""Draw pictures of recorded times, and define the style of all pictures of the lab. Needs the extra `plots`."""

@@ -13,7 +13,7 @@ LOOKS = {"quantisation": "o-", "kernel": "s--", "bound": "^:"}
 
 
 def budget_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Plot relative L2 errors over keys: a panel for each cache dtype, a colour for each distribution of numbers in K and V."""
+    """Plot median relative L2 errors over the number of keys: a panel per cache dtype, a colour per distribution of K and V."""
     caches = list(dict.fromkeys(row["kv"] for row in rows))
     colours = style.assigned([row["values"] for row in rows], style.COLOURS)
     figure, panels = style.panels(title, 3.6, columns=len(caches), log="xy")

@@ -1,4 +1,4 @@
-"""Functions and constants that all pictures of the lab share: figures, panels, lanes, bars, labels, ticks and legends."""
+"""Define what all pictures of the lab share: figures, panels, lanes, bars, labels, ticks and legends."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,7 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of a recorded experiment for the HTML page: the key of the value to draw, a description in words, and
-    the function that draws it. The module of an experiment in `studies.pictures` lists its pictures as `DRAWINGS`.
-    """
+    """A picture of a recorded experiment on the HTML page. Modules of `studies.pictures` list their pictures as `DRAWINGS`."""
 
     key: str  #: key of the drawn value in the recorded file
     words: str  #: description of the picture
@@ -50,10 +48,9 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and panels in a grid. Return it and its `Axes`, an array [lines, columns].
+    """Make a figure with a title and panels in a grid. Return the figure, and the `Axes` as an array [lines, columns].
 
-    `grid` has the axes with grid lines, and `log` the logarithmic axes: "x", "y", "xy" or "". pyplot is not used, because it
-    would keep the figure in memory.
+    `grid` names the axes with grid lines. `log` names the logarithmic axes: "x", "y", "xy" or "".
     """
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
@@ -78,7 +75,7 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with one panel per name, each with one horizontal lane per entry of `lanes`, the first at the top."""
+    """Make a figure with one panel per name. Each panel has one horizontal lane per entry of `lanes`, the first at the top."""
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -108,7 +105,7 @@ def name_lines(axes: Axes, names: Sequence[str]) -> None:
 
 
 def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Put ticks on the x axis at these sizes, with labels such as "4K", and nowhere else."""
+    """Put the ticks of the x axis at these sizes, with labels such as "4K"."""
     axes.set_xticks(sizes, [in_short(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
 
@@ -126,7 +123,7 @@ def in_short(number: int) -> str:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add a legend below the panels. If `keys` is None, each label that occurs in the panels is an entry."""
+    """Add a legend below the panels, with the entries `keys` and `more`. `keys` of None stands for all labels in the panels."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:

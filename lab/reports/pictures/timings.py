@@ -19,10 +19,10 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw a roofline plot (Williams, Waterman and Patterson 2009) of rows with the facts "operations" and "bytes_moved".
+    """Draw a roofline plot (Williams, Waterman and Patterson 2009) of rows that have the fields "operations" and "bytes_moved".
 
-    `ceilings` are `lab.timing.Ceilings.facts`: a roof is drawn for the measured and for the datasheet's rates, if known. A
-    hollow mark says that the GPU reduced its clocks.
+    `ceilings` is the result of `lab.timing.Ceilings.facts`. It has the measured and the datasheet's rates; a roof is drawn for
+    each. A mark is hollow if the GPU reduced its clocks.
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -59,7 +59,7 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draw one line per scenario with a mark per implementation, at the ratio of its median to the scenario's floor."""
+    """Plot median time / least possible time (floor): one line per scenario, one mark per implementation."""
     are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
     varying = (
         {} if are_named else {name: cell for name, cell in SETTINGS.items() if len({cell(row) for row in rows}) > 1}
