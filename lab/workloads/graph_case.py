@@ -102,11 +102,11 @@ def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
     """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per request. The
     latter is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
     """
-    return GraphMode.decode(), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
+    return GraphMode(ForwardMode.DECODE), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
     """Return every mode that runs in graphs. `width` is the largest number of rows of a request where there are several."""
     several = [mode for mode in ForwardMode if mode.in_graph and mode.query_rows is not QueryRows.ONE]
     several.sort(key=lambda mode: mode.extends_draft)
-    return GraphMode.decode(), GraphMode.draft_decode(1), *(GraphMode(mode, width) for mode in several)
+    return GraphMode(ForwardMode.DECODE), GraphMode.draft_decode(1), *(GraphMode(mode, width) for mode in several)

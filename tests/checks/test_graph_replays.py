@@ -39,7 +39,7 @@ def name_of(mode: GraphMode) -> str:
     return "frozen_kv_draft" if mode.draft_step == FROZEN_KV_STEP else "draft_decode"
 
 
-MODES = {name_of(mode): mode for mode in (*graph_modes(WIDTH), GraphMode.frozen_kv_draft())}
+MODES = {name_of(mode): mode for mode in (*graph_modes(WIDTH), GraphMode.draft_decode(FROZEN_KV_STEP))}
 
 
 SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
@@ -69,7 +69,7 @@ def is_plain(case: GraphCase) -> bool:
 def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
     cases = [case for case in cases_of(Level.FULL) if is_plain(case)]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
-    modes.add(GraphMode.frozen_kv_draft())
+    modes.add(GraphMode.draft_decode(FROZEN_KV_STEP))
     settings = {
         name: Counter((each.place, each.sliding_window) for each in cases if each.geometry == name)
         for name in ("tiny", "gpt-oss-120b")
@@ -273,7 +273,7 @@ def with_a_copied_table(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequ
 
 def without_the_offset(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
     """Draft tokens are not counted: the graph of another draft step."""
-    return GraphRunner(backend, GraphMode.decode(), pool, sizes, body, case.place)
+    return GraphRunner(backend, GraphMode(ForwardMode.DECODE), pool, sizes, body, case.place)
 
 
 def padding_not_reset(name: str) -> RunnerFactory:

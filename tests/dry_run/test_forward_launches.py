@@ -259,7 +259,7 @@ def test_mla_prefill(prefix_lens: tuple[int, ...]) -> None:
 
 GRAPHS = [
     *(GraphCase(mode, ReplaySequence.A_B_A) for mode in graph_modes(4)),
-    GraphCase(GraphMode.decode(), ReplaySequence.A_B_A, sliding_window=True),
+    GraphCase(GraphMode(ForwardMode.DECODE), ReplaySequence.A_B_A, sliding_window=True),
     *(
         MLAGraphCase(mode, ReplaySequence.A_B_A, page_size=64, kv_lora_rank=512, qk_rope_head_dim=64, num_qo_heads=8)
         for mode in graph_modes(4)

@@ -28,7 +28,7 @@ def accepted(*widths: int, on_device: bool = True, on_host: bool = True) -> Forw
 
 @pytest.fixture
 def inputs() -> StaticInputs:
-    return StaticInputs(GraphMode.draft_extend(WIDTH), SIZE, torch.device("cpu"))
+    return StaticInputs(GraphMode(ForwardMode.DRAFT_EXTEND, WIDTH), SIZE, torch.device("cpu"))
 
 
 def test_the_smallest_size_that_fits_is_replayed() -> None:
@@ -54,7 +54,7 @@ def test_a_whole_batch_of_fewer_accepted_tokens_leaves_no_slot_of_the_one_before
 
 
 def test_a_frozen_kv_draft_has_no_slots_and_its_requests_are_padded() -> None:
-    inputs = StaticInputs(GraphMode.frozen_kv_draft(), SIZE, torch.device("cpu"))
+    inputs = StaticInputs(GraphMode.draft_decode(FROZEN_KV_STEP), SIZE, torch.device("cpu"))
     for count in (SIZE, 2):
         batch = ForwardBatch(
             ForwardMode.DECODE,

@@ -71,7 +71,12 @@ def test_graphs_are_captured_for_requests_times_topk_rows(place: MetadataPlace, 
     batch, pool = drafted(topk, device)
     backend = TRTLLMMHABackend()
     runner = GraphRunner(
-        backend, GraphMode.frozen_kv_draft(), pool, [2 * topk, 8 * topk], lambda view, metadata: lambda: metadata, place
+        backend,
+        GraphMode.draft_decode(FROZEN_KV_STEP),
+        pool,
+        [2 * topk, 8 * topk],
+        lambda view, metadata: lambda: metadata,
+        place,
     )
     runner.replay(batch)
     captured = runner.captured[8 * topk]

@@ -33,11 +33,11 @@ from tests.metadata.test_either_backend import assert_mha_right
 POISON = -77
 D, CONTEXT = 4, 100
 GRAPH_MODES = [
-    GraphMode.decode(),
+    GraphMode(ForwardMode.DECODE),
     GraphMode.draft_decode(1),
-    GraphMode.target_verify(D),
-    GraphMode.ragged_verify(D),
-    GraphMode.draft_extend(D),
+    GraphMode(ForwardMode.TARGET_VERIFY, D),
+    GraphMode(ForwardMode.RAGGED_VERIFY, D),
+    GraphMode(ForwardMode.DRAFT_EXTEND, D),
     GraphMode(ForwardMode.DRAFT_EXTEND_V2, D),
 ]
 
@@ -199,4 +199,4 @@ def test_every_replay_is_right(mode: GraphMode, builder: MetadataBuilder, device
             keys, pages = encoder_only_verify(captured.view, pool)
             assert captured.metadata.encoder_cache_seqlens.tolist() == keys
             assert_live_pages_right(captured.metadata.encoder_page_table, pages)
-    assert (captured.metadata.encoder_page_table is not None) is (mode == GraphMode.target_verify(D))
+    assert (captured.metadata.encoder_page_table is not None) is (mode == GraphMode(ForwardMode.TARGET_VERIFY, D))

@@ -60,7 +60,11 @@ def test_the_ranks_own_all_tokens_once() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", [GraphMode.decode(), GraphMode.draft_decode(1), GraphMode.target_verify(4)], ids=repr)
+@pytest.mark.parametrize(
+    "mode",
+    [GraphMode(ForwardMode.DECODE), GraphMode.draft_decode(1), GraphMode(ForwardMode.TARGET_VERIFY, 4)],
+    ids=repr,
+)
 @pytest.mark.parametrize("max_context_len", [184, 4096])  # draft tokens after 4,096 begin another block of the table
 def test_a_replay_is_the_eager_pass(mode: GraphMode, device: str, max_context_len: int) -> None:
     """A long batch, a short one after it, and padding; the same on each rank."""
@@ -69,7 +73,7 @@ def test_a_replay_is_the_eager_pass(mode: GraphMode, device: str, max_context_le
         new = 4 if mode.draft_step is None else 2
         lens = (4 + new, 90 + new, 180)
         fields: dict[str, Any] = {"page_size": 64, "max_context_len": max_context_len, "sliding_window": False}
-        new = 0 if mode == GraphMode.decode() else new
+        new = 0 if mode == GraphMode(ForwardMode.DECODE) else new
         pool = build(Case(mode.forward_mode, lens, new=new, **fields), device)[1]
         runner = GraphRunner(backend, mode, pool, (4,), lambda *_: lambda: None)
         for totals in (lens[::-1], lens[:2]):

@@ -22,9 +22,9 @@ from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES
 
 V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 D = 4
-DECODE, VERIFY = GraphMode.decode(), GraphMode.target_verify(D)
-RAGGED = GraphMode.ragged_verify(D)
-EXTEND_V1, EXTEND_V2 = GraphMode.draft_extend(D), GraphMode(V2, D)
+DECODE, VERIFY = GraphMode(ForwardMode.DECODE), GraphMode(ForwardMode.TARGET_VERIFY, D)
+RAGGED = GraphMode(ForwardMode.RAGGED_VERIFY, D)
+EXTEND_V1, EXTEND_V2 = GraphMode(ForwardMode.DRAFT_EXTEND, D), GraphMode(V2, D)
 MODES = [DECODE, GraphMode.draft_decode(0), GraphMode.draft_decode(2), VERIFY, RAGGED, EXTEND_V1, EXTEND_V2]
 # Every mode, and the draft steps with the offset besides: other modes ignore it.
 WITH_ATTENTION = [(mode, MLA) for mode in MODES] + [(mode, MLA_WITH_OFFSET) for mode in MODES[1:3]]

@@ -19,7 +19,7 @@ from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unjudgeable, Unsupported
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
-from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.workloads.geometries import geometry
@@ -57,7 +57,7 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
             max(ranges.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(ranges.page_sizes)
         )
         settings = list(product(MetadataPlace, ranges.windows_of(geometry(name))))
-        for mode, sequence, turn in replayed_modes(scope, GraphMode.frozen_kv_draft()):
+        for mode, sequence, turn in replayed_modes(scope, GraphMode.draft_decode(FROZEN_KV_STEP)):
             case = GraphCase(mode, sequence, geometry=name, page_size=page_size)
             if case.interface is not scope.interface:
                 continue
@@ -73,7 +73,10 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
                 yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
             if mode in vllm_graph_modes(mode.num_tokens_per_req):
                 yield replace(case, padded_seq_len=0)
-            if name == ranges.tiny and mode in (GraphMode.decode(), GraphMode.target_verify(mode.num_tokens_per_req)):
+            has_blocks = (
+                mode.forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY) and mode.draft_step is None
+            )
+            if name == ranges.tiny and has_blocks:
                 place = list(MetadataPlace)[turn % 2]
                 yield replace(case, place=place, page_size=128, num_pages=18, block_sparse=True)
 

@@ -1,1 +1,1 @@
-"""What all attention backends share: forward modes and batches, the K/V pool, CUDA graphs, and plans of verify passes."""
+"""The parts of a serving engine that all attention backends use: forward modes, batches, K/V pools, caches, and CUDA graphs."""

@@ -1,6 +1,7 @@
-"""The interface of an attention backend: it builds metadata (the arguments of its kernels), makes buffers for metadata in CUDA
-graphs, and prepares attention calls. It holds only configuration: a `KVPool` holds the requests, and `MetadataBuffers` the
-tensors that keep their addresses for CUDA graphs. A *captured size* is a batch size for which a CUDA graph was captured.
+"""The interface of an attention backend. A backend builds metadata (the arguments of its kernels, such as page tables),
+allocates the metadata buffers of CUDA graphs, and prepares attention calls. It has only settings: the requests are in a
+`KVPool`, and the tensors that keep their addresses for CUDA graphs in `MetadataBuffers`. A *captured size* is a batch size for
+which a CUDA graph was captured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of a forward pass over paged K/V (lengths, page tables). Its properties are kernel arguments."""
+    """The metadata of one forward pass over a paged K/V cache. Its properties are arguments of FlashInfer's functions."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -32,34 +33,37 @@ class PassMetadata(Protocol):
     def block_tables(self) -> Tensor: ...
 
     def leading(self: PassT, batch_size: int) -> PassT:
-        """Return the metadata of the first `batch_size` requests, ``max_seq_len_q`` rows each, as slices of the tensors."""
+        """Return the metadata of the first `batch_size` requests, as slices of this metadata's tensors."""
         ...
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return this metadata's tensors as the output buffers of a launch, which adds `seq_len_offset` to the batch's
-        ``seq_lens``. `query_rows` None: ``cu_seqlens_q`` is not written. `out_cache_loc` is the batch's, for a sliding window.
+        """Return this metadata's tensors as the output buffers of `prepare_passes`, whose launch adds `seq_len_offset` to the
+        batch's ``seq_lens``. With `query_rows` None it does not write ``cu_seqlens_q``. A sliding-window pool needs the batch's
+        `out_cache_loc`.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """Buffers for the metadata of one forward mode (`GraphMode`), at fixed addresses for CUDA graphs."""
+    """The metadata buffers of one forward mode (`GraphMode`). CUDA graphs read them, so their addresses do not change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of the captured size `batch_size`, always at the same addresses."""
+        """Return the metadata of the captured size `batch_size`, as slices of the buffers."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured size in place, and that a CUDA graph can capture. `view`
-        is the result of `StaticInputs.view`.
+        """Return a function that writes the metadata of one captured size to the buffers. A CUDA graph can capture the
+        function. `view` is the batch that the graph reads (`StaticInputs.view`).
         """
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """Metadata buffers (`buffers`) of one mode for the largest captured size. Smaller sizes use leading slices."""
+    """The metadata buffers of one forward mode, with room for the largest captured size. Smaller sizes use leading slices of
+    the tensors.
+    """
 
     def __init__(
         self, mode: GraphMode, pool: KVPool, buffers: PassT, attention: DraftAttention = DraftAttention.MHA
@@ -75,8 +79,8 @@ class GraphMetadata(Generic[PassT]):
     def prepare_launch(
         self, view: ForwardBatch, rows: int | Tensor | None, finish: Callable[[PassT], None] | None = None
     ) -> Callable[[], None]:
-        """Return a function that rebuilds the metadata of one captured size in one launch, and then calls `finish` with it.
-        `rows` is the `query_rows` of `PassMetadata.pass_buffers`.
+        """Return a function that writes the metadata of one captured size in one launch, and then calls `finish` with the
+        metadata. `rows` is the argument `query_rows` of `PassMetadata.pass_buffers`.
         """
         metadata = self.slices(view.batch_size)
         written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows, view.out_cache_loc)
@@ -85,10 +89,8 @@ class GraphMetadata(Generic[PassT]):
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """Metadata buffers of one mode. In each replay `build` makes the metadata in new tensors, which are then copied to the
-    buffers.
-
-    The buffers of a captured size are made at the first access, from a batch of padding requests.
+    """The metadata buffers of one forward mode, for backends without a launch that writes to buffers. Each replay builds the
+    metadata in new tensors by `build`, and copies these tensors to the buffers.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -113,7 +115,7 @@ class RebuiltMetadata(Generic[MetadataT]):
 
 
 class RebuildingBackend(Generic[MetadataT]):
-    """A base class of backends that build metadata in new tensors, also in each replay of a CUDA graph (`RebuiltMetadata`)."""
+    """A base class of backends whose CUDA graphs build the metadata in new tensors in each replay (`RebuiltMetadata`)."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
         raise NotImplementedError
@@ -125,18 +127,16 @@ class RebuildingBackend(Generic[MetadataT]):
 
 
 class Backend(Protocol[MetadataT]):
-    """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
+    """An attention backend of a serving engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors, without reading the device on the
-        host.
-        """
+        """Build the metadata of a forward pass outside CUDA graphs, in new tensors. The host does not read the device."""
         ...
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[MetadataT]]:
-        """Make the metadata buffers of each mode, with room for `max_batch_size` requests, the largest captured size."""
+        """Allocate the metadata buffers of each mode for up to `max_batch_size` requests, the largest captured size."""
         ...
 
     def prepare_attention(
@@ -150,25 +150,26 @@ class Backend(Protocol[MetadataT]):
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention over the paged cache. Return a function that fills and returns `out`; a CUDA graph can
-        capture it.
+        """Prepare one layer's attention over its paged cache. Return a function that computes the attention, and writes it to
+        and returns `out`. A CUDA graph can capture the function.
 
         The caller may change the contents of the tensors between two calls of the function.
 
         Args:
             layer: the layer's scales and sizes in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
-            cache: the layer's cache in the backend's own class. It must have K and V of the query rows when the function is
-                called.
-            max_context_len: upper bound of the tokens of a request. Backends whose metadata has such a bound ignore it.
+            cache: the layer's cache in the backend's own class. It must contain K and V of the query rows before the function
+                is called.
+            max_context_len: largest number of tokens that a request can have. Backends whose metadata has such a bound ignore
+                it.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
 
 
 def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Return a tensor for a copy of the query in `dtype`, and the steps that fill it: the query and no step if it has this
-    dtype or `dtype` is None.
+    """Return (tensor of the given dtype, functions that copy `query` into this tensor). If `query` has the dtype or `dtype` is
+    None, return (`query`, []).
     """
     if dtype in (None, query.dtype):
         return query, []
@@ -177,7 +178,7 @@ def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Call
 
 
 def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]:
-    """Return a function that takes the steps in order and returns `result`."""
+    """Return a function that calls the functions `steps` in order, and returns `result`."""
     taken = tuple(steps)
 
     def run() -> T:
@@ -189,10 +190,10 @@ def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
-    """Return a function that writes, in one launch, the metadata of one or several passes over a batch of the pool's requests.
+    """Return a function that writes, in one launch, the metadata of one or several forward passes over the requests of `batch`.
 
-    Each of `passes` has a ``seq_len_offset``, which the launch adds to the batch's lengths. In a ragged verification requests
-    have different numbers of query rows: ``seq_len_offset`` must be 0, and a torch operation before the launch adds them.
+    The launch adds the ``seq_len_offset`` of each pass to the batch's lengths. In a ragged verification requests have different
+    numbers of query rows, so ``seq_len_offset`` must be 0, and a torch operation before the launch adds the numbers of rows.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -213,5 +214,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` for `prepare_passes`. Only draft steps depend on `attention`."""
+    """Return the ``seq_len_offset`` of a forward pass (see `prepare_passes`). Only draft steps depend on `attention`."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

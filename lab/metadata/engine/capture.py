@@ -1,4 +1,4 @@
-"""Capture calls in CUDA graphs. This module imports only torch."""
+"""Capture functions in CUDA graphs."""
 
 import contextlib
 import gc
@@ -10,7 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture without garbage collection, which may free another graph: freeing memory invalidates a capture in progress."""
+    """Capture into `graph` without garbage collection. The collector might free another CUDA graph, which makes a capture in
+    progress invalid.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,8 +24,8 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up, then capture it. Return a function that replays the graph, and the result of the captured
-    call. On a CPU the replay runs the call again, which must return the same object.
+    """Call `call` once to warm up, and capture it in a CUDA graph. Return (function that replays the graph, result of the
+    captured `call`). On a CPU the replay calls `call` again, which must return the same object.
     """
     if device.type != "cuda":
         output = call()

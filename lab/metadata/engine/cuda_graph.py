@@ -1,7 +1,8 @@
-"""CUDA graphs of one `GraphMode` for several batch sizes.
+"""CUDA graphs of one forward mode for several batch sizes.
 
-A graph replays with the addresses that it was captured with. So one set of buffers serves the largest batch, and a *captured
-size*, a batch size with a graph, uses leading slices of it. A batch is padded to the next captured size.
+A graph replays with the addresses of its capture, so it reads buffers, which have room for the largest batch. A *captured size*
+is a batch size for which a graph was captured; its graph uses leading slices of the buffers. A batch is padded to the next
+captured size.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The forward pass of one captured size. `rebuild` rewrites the metadata in place."""
+    """The input batch `view` and the metadata of one captured size. `rebuild` writes the metadata in place."""
 
     view: ForwardBatch
     metadata: MetadataT
@@ -29,8 +30,6 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """The forward pass of one captured size, with its graph, which writes to `output`."""
-
     replay: Callable[[], None]
     output: Any
 
@@ -38,7 +37,6 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return a `SizedPass` for each captured size, in ascending order. Its tensors are slices of `inputs` and `buffers`."""
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -59,14 +57,13 @@ def size_for(batch_size: int, sizes: Sequence[int]) -> int:
 
 
 class GraphRunner(Generic[MetadataT]):
-    """The CUDA graphs of one mode for several batch sizes. A batch runs in the graph of the smallest size that holds it.
-
-    On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
+    """The CUDA graphs of one forward mode for several batch sizes. A batch runs in the graph of the smallest size that is large
+    enough. On a CPU nothing is captured: a replay calls the same functions again.
 
     Args:
-        body: called once per size. It returns the function that the graph runs after its metadata is rebuilt, which is called
-            twice: once to warm up, and once in the capture.
-        metadata: buffers with room for the largest size; None: the backend makes them.
+        body: called once per captured size with its batch and metadata. Returns the function that the graph runs after the
+            metadata is rebuilt.
+        metadata: metadata buffers with room for the largest size; None: the backend allocates them.
     """
 
     def __init__(
@@ -98,8 +95,8 @@ class GraphRunner(Generic[MetadataT]):
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Run a batch in the graph of the smallest size that holds it. Return the graph's output, padding included, which the
-        next replay overwrites.
+        """Run a batch in the graph of the smallest size that is large enough. Return the graph's output, padding rows included.
+        The next replay overwrites it.
         """
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)

@@ -44,7 +44,7 @@ class SpecInfo:
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
         """Return the `SpecInfo` of a pass whose requests have `num_rows` query rows each (in a ragged verification: at most),
-        or None without speculative decoding. `draft_step` is the number of a draft decode.
+        or None without speculative decoding. `draft_step` is the number of the draft step if the pass is one.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)

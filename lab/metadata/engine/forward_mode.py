@@ -30,7 +30,7 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def are_bounded(self) -> bool:
-        """Return True if the host may know only ``SpecInfo.num_draft_tokens``, an upper bound of the numbers of query rows."""
+        """Return True if the host may know only an upper bound of the numbers of query rows, ``SpecInfo.num_draft_tokens``."""
         return self is QueryRows.VERIFIED
 
     @cached_property
@@ -39,7 +39,7 @@ class QueryRows(NamedEnum):
 
 
 class UncountedTokens(NamedEnum):
-    """Which of a request's keys in a forward pass are not counted by ``seq_lens``."""
+    """Which keys of a request ``ForwardBatch.seq_lens`` does not count."""
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies

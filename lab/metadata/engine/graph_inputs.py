@@ -1,4 +1,6 @@
-"""The mode of a runner's CUDA graphs, and the input buffers that they read. A *captured size* is the batch size of a graph."""
+"""The forward mode of a set of CUDA graphs, and the input buffers that they read. A *captured size* is the batch size of a
+graph.
+"""
 
 from dataclasses import dataclass
 
@@ -22,40 +24,19 @@ class GraphMode:
     """The forward mode and the number of query rows per request of a set of CUDA graphs. The graphs differ in batch size."""
 
     forward_mode: ForwardMode  #: one with `in_graph`
-    num_tokens_per_req: int = 1  #: query rows per request that the graphs have room for
-    draft_step: int | None = None  #: the number of a draft decode step, or `FROZEN_KV_STEP`; else None
-
-    @classmethod
-    def decode(cls) -> "GraphMode":
-        return cls(ForwardMode.DECODE)
+    num_tokens_per_req: int = 1  #: largest number of query rows of a request
+    #: the number of a draft step, or `FROZEN_KV_STEP`, with which the batch size is the number of requests times ``topk``; None
+    #: if the mode is no draft step
+    draft_step: int | None = None
 
     @classmethod
     def draft_decode(cls, step: int) -> "GraphMode":
         return cls(ForwardMode.DECODE, draft_step=step)
 
     @classmethod
-    def frozen_kv_draft(cls) -> "GraphMode":
-        """Make the mode of passes whose batch size is the number of requests times ``topk``, the branches per request."""
-        return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
-
-    @classmethod
-    def target_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        return cls(ForwardMode.TARGET_VERIFY, num_draft_tokens)
-
-    @classmethod
-    def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        """Make a mode with room for `num_draft_tokens` rows per request. SGLang 0.5.23's captured sizes are numbers of rows."""
-        return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
-
-    @classmethod
-    def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Make a mode with one query row per accepted token, at most `num_draft_tokens` per request."""
-        return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
-
-    @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Make a mode with ``spec_info.num_tokens_per_req`` rows per request or, if this is not above 0 (SGLang 0.5.13 at
-        capture), the largest of ``spec_info.num_accept_tokens``, which is read on the host. Raises ValueError without either.
+        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request. If that is not positive (SGLang 0.5.13 at
+        capture), the host reads the largest of ``spec_info.num_accept_tokens`` instead. Raises ValueError without either.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -102,7 +83,9 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of size `batch_size` reads. Its host numbers are the same for every replay."""
+        """Return the batch that the graph of the captured size `batch_size` reads, as slices of the buffers. Its numbers on the
+        host are the same in every replay.
+        """
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(
@@ -119,8 +102,9 @@ class StaticInputs:
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
         """Copy a batch into the buffers, padded to the captured size `batch_size`, without reading the device on the host.
 
-        Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
-        Raises ValueError if the graphs have no room for the batch, or the batch lacks a number of rows.
+        Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0 for new tokens. Slot 0 is in the
+        page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or the batch lacks a
+        number of rows.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req

@@ -21,8 +21,8 @@ def decide_needs_cpu_seq_lens(
 
 
 class LengthMirror:
-    """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True: on a
-    stream of its own into pinned memory, after the work that is on the current stream when `read` is called.
+    """Copies a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True. The
+    copy runs on a stream of its own, into pinned memory, after the work that is on the current stream when `read` is called.
     """
 
     def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:
@@ -38,7 +38,9 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy lengths, int32 or int64 of at most `max_batch_size`, and wait. Return (list of lengths, their sum)."""
+        """Copy `seq_lens`, int32 or int64 with at most `max_batch_size` elements, to the host and wait for the copy. Return
+        (list of the lengths, their sum).
+        """
         check_vector("seq_lens", seq_lens, INDEX_DTYPES)
         if seq_lens.device != self.device:
             raise ValueError(

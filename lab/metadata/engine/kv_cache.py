@@ -1,4 +1,4 @@
-"""The paged cache of one layer: K and V in one allocation, or MLA's entries, which are keys and values at once."""
+"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is key and value at once."""
 
 from dataclasses import dataclass
 
@@ -64,8 +64,8 @@ class PagedKVCache:
         """Store one token's K and V at each slot, bit for bit. The host reads nothing from the device.
 
         Args:
-            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page. If several slots are equal,
-                any of their rows may remain.
+            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, which is reserved for padding. If several
+                slots are equal, any of their rows may remain.
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
 
         Raises:
@@ -88,7 +88,7 @@ def write_e4m3(
     query: Tensor | None = None,
 ) -> Tensor | None:
     """Write K and V, ``[n, num_kv_heads, head_dim]`` float16 or bfloat16, to an e4m3 cache, quantised as in SGLang's fused
-    write. Return the query in e4m3, which has no scale, or None without one.
+    write. Return `query` converted to e4m3 without a scale; None if `query` is None.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
     (`fused_fp8_qkv_kv_cache.cuh`). With context parallelism SGLang divides in the model's dtype instead, and so rounds twice
@@ -139,7 +139,9 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Make an NVFP4 cache over the storage of `packed`, in which a head has head_dim / 2 uint8, with factors of 0."""
+        """Make an NVFP4 cache that uses the storage of `packed`, a uint8 cache with two values per byte. All scale factors are
+        0.
+        """
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
@@ -167,7 +169,7 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer. It has one entry per token: the entry is the key of all heads, and its latent part is their
+    """The MLA cache of one layer, with one entry per token. The entry is the key of all heads, and its latent part is their
     value.
     """
 
@@ -218,7 +220,6 @@ class ShardedLatentCache:
 
 
 def _check_rows(slots: Tensor, **sides: tuple[Tensor, Tensor]) -> None:
-    """Check the slots, and for each side its pages ``[num_pages, page_size, ...]`` and the rows to write."""
     if slots.dtype != torch.int64:
         raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
     for name, (pages, rows) in sides.items():
@@ -235,8 +236,9 @@ def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Replace each stride of an axis of size 1 by its stride in a contiguous tensor. A permuted cache of one head has stride(1)
-    == stride(2), which a TMA descriptor does not permit (FlashInfer issue 2232). SGLang 0.5.23 corrects the same strides.
+    """Return a view in which each axis of size 1 has the stride that it has in a contiguous tensor. A permuted cache of one
+    head has stride(1) == stride(2), which a TMA descriptor does not permit (FlashInfer issue 2232). SGLang 0.5.23 corrects the
+    same strides.
     """
     strides = list(view.stride())
     for axis in reversed(range(view.dim() - 1)):

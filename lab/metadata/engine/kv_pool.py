@@ -172,8 +172,9 @@ class KVPool:
         return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return the index of each slot in the caches of the full pool: int64, same shape. It differs only with virtual pages,
-        where slot -1 and a slot whose virtual page has no page of the caches have index 0, in the sink.
+        """Return the index of each slot in the caches of the full pool: int64, same shape. It is the slot itself, except with
+        virtual pages: there slot -1 and a slot whose virtual page has no page of the caches have index 0, which is reserved for
+        padding.
         """
         if self.v2p is None:
             return slots
@@ -181,8 +182,8 @@ class KVPool:
         return (pages * self.page_size + slots % self.page_size).masked_fill((slots < 0) | (pages < 0), 0)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape; -1 for -1, and 0, in
-        the sink, for a token whose sliding-window page was evicted.
+        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is -1 for slot -1,
+        and 0 for a token whose sliding-window page was evicted.
         """
         return self._swa_map()[full_slots.to(torch.int64)]
 
@@ -223,12 +224,12 @@ class KVPool:
         return PagedKVCache(storage, layout)
 
     def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
-        """Make a zero-filled cache of one MLA layer, with entries of `entry_dim` elements: latent vector, then rotary part."""
+        """Make a zero-filled MLA cache of one layer, with entries of `entry_dim` elements: latent vector, then rotary part."""
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make a zero-filled MLA cache, divided among `size` ranks; `size` must divide the page size."""
+        """Make a zero-filled MLA cache of one layer, divided among `size` ranks; `size` must divide the page size."""
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 

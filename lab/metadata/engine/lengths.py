@@ -1,5 +1,5 @@
-"""A pass's number of keys and of query rows per request, and the first slot of each page. Numbers on the host come from the
-batch's shapes and host lists: the host never reads the batch's tensors.
+"""Compute the numbers of keys and of query rows of the requests of a forward pass. Numbers on the host are computed from the
+shapes and host lists of the batch: the host never reads the batch's tensors.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,9 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return ``max_seq_len_q``, the largest number of query rows of one request or an upper bound, from numbers on the host."""
+    """Return the largest number of query rows of one request, or an upper bound of it, from numbers on the host
+    (``max_seq_len_q``).
+    """
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
         return 1
@@ -74,7 +76,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
     """Return the number of query rows per request: the tensor ``extend_seq_lens`` in a mode that has it, otherwise one int for
-    all requests. None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
+    all requests. Return None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -90,7 +92,6 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the number of query rows of each request, from numbers on the host, without padding rows."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -112,8 +113,8 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors ``[num_rows]``: the index of each row's request, the number of tokens that the row sees (its own
-    token and those before it), and a bool, True for padding rows, whose index is the last request's.
+    """Return three tensors ``[num_rows]``: the index of each query row's request (for a padding row: of the last request); the
+    number of tokens that the row sees, its own token and those before it; and a bool, True for padding rows.
     """
     keys, mode = key_lens(batch, attention), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -129,8 +130,8 @@ def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys of each request ``seq_lens`` does not count in this pass, such as drafted tokens. In a ragged
-    verification the number differs by request (``extend_seq_lens``), and the result is its upper bound.
+    """Return how many keys of each request ``seq_lens`` does not count, such as draft tokens. In a ragged verification the
+    number differs from request to request (``extend_seq_lens``), and the result is its upper bound.
     """
     if batch.writes_no_kv and attention.is_mla:
         raise ValueError("a frozen-KV draft runs on MHA (SGLang 0.5.23): MLA's draft steps are numbered from 0")
@@ -161,8 +162,8 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 
 def with_padding_requests(batch: ForwardBatch, num_padding: int, seq_len: int, width: int) -> ForwardBatch:
-    """Append requests that have row 0 of the request table, `seq_len` tokens, and `width` query rows, whose K and V go to slot
-    0.
+    """Append `num_padding` requests with `seq_len` tokens and `width` query rows each. They have row 0 of the request table,
+    and slot 0 for K and V of all their query rows.
     """
 
     def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
@@ -195,8 +196,8 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Return the slot of each page's first token: ``[batch_size, block_table_width]`` int32, for the requests in `rows` of the
-    request table with `cache_seqlens` keys. Later cells, in which the table has slots of earlier requests, are 0, in the sink.
+    """Return the slot of the first token of each page: ``[batch_size, block_table_width]`` int32, for the requests in `rows` of
+    the request table with `cache_seqlens` keys. Cells after a request's last page are 0.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)

@@ -1,4 +1,4 @@
-"""SGLang's TRT-LLM MHA backend: the attention calls of a forward pass, with their arguments, dtypes and settings.
+"""SGLang's TRT-LLM MHA backend: which attention calls a forward pass makes, with which arguments, dtypes and settings.
 
 The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
 """
@@ -36,7 +36,7 @@ class AttentionLayer:
     """One attention layer of a model: the call arguments that differ from layer to layer, such as scales, window and sinks.
 
     Attributes:
-        k_scale, v_scale: the numbers by which stored K and V were divided. Calls apply them only over a quantised cache.
+        k_scale, v_scale: the numbers by which stored K and V were divided. Calls use them only if the cache is quantised.
     """
 
     softmax_scale: float  #: factor of Q·K^T, without the cache's scale
@@ -51,7 +51,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a layer, for consecutive requests and query rows of the batch."""
+    """One attention call of a layer, for some consecutive requests and query rows of the batch."""
 
     call: AttentionCall
     first_request: int
@@ -69,8 +69,8 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer function that the MHA backend calls in a forward mode, `draft_extend` in DRAFT_EXTEND and
-    DRAFT_EXTEND_V2 if given. SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
+    """Return which of FlashInfer's functions the MHA backend calls in a forward mode. In DRAFT_EXTEND and DRAFT_EXTEND_V2 it is
+    `draft_extend` if given: SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
@@ -83,8 +83,8 @@ def plan_calls(
     split_mixed_tail: bool = False,
     with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
-    """Return the attention calls of one layer: usually one, two if the tail of a mixed batch is split off (see
-    `splits_mixed_tail`), none for an empty batch.
+    """Return the attention calls of one layer: none for an empty batch, two if the one-token requests at the end of a mixed
+    batch get a decode call of their own (`split_mixed_tail`), else one.
 
     With `with_padding_rows` the query of a context call includes the padding rows after the requests' rows. SGLang 0.5.15 does
     so; 0.5.23 does not (`padded_extend_real_tokens`). The query of a ragged verification always includes them.
@@ -164,8 +164,9 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments that make each query row of a verification a request of its own, because the decode call is causal
-    among the rows of a request. With a window, every row sees the window of its request's last token (SGLang 0.5.23).
+    """Return the arguments by which each query row of a verification is a request of its own. An encoder-only layer needs this,
+    because the decode call is causal among the rows of a request. With a window, every row sees the window of its request's
+    last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -237,7 +238,7 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 @dataclass(frozen=True, eq=False)
 class CallSettings:
-    """The settings of an engine that have the same values in all its attention calls.
+    """The settings of an engine that are the same in all its attention calls.
 
     Attributes:
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls
@@ -315,8 +316,8 @@ class TRTLLMMHABackend:
         out: Tensor,
         plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`) by the calls in `plan`; None: the result of
-        `plan_calls`. Raises the errors of `call_arguments`.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). `plan` lists the attention calls; None: the result
+        of `plan_calls`. Raises the errors of `call_arguments`.
         """
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
@@ -339,7 +340,6 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the attention calls of one layer over a cache of `kv_dtype`, for a query that is cast to `query_dtype`."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

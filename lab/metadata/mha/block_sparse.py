@@ -4,8 +4,8 @@
 * compact cache: a copy of the selected pages of all rows and K/V heads, which lie next to each other.
 
 In the call every query row is a request of its own. The compact cache of a row has 16 pages of K/V head 0, then 16 pages of
-head 1, and so on. The call's ``kv_cache`` is a view of it with pages of all K/V heads, in which the stride between heads is 16
-pages. So these pages overlap in memory, and one constant block table serves all heads.
+head 1, and so on. The call's ``kv_cache`` is a view of the compact cache with pages of all K/V heads, in which the stride
+between heads is 16 pages. So these pages overlap in memory, and one constant block table serves all heads.
 
 The sources in SGLang 0.5.23 are `minimax_sparse_ops/msa_plan.py` in `sglang/srt/layers/attention/`, `flashinfer_decode.py` and
 `decode_plan.py` in `sglang/kernels/ops/attention/msa_v1/`, and `dequant.cuh`. SGLang makes e4m3 from NVFP4 as it copies; here
@@ -47,7 +47,9 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a row sees in its selected pages, if its request has ``num_tokens`` tokens up to the row."""
+    """Return how many tokens a query row sees in its selected pages, if `num_tokens` tokens of its request precede or are the
+    row's own.
+    """
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
@@ -79,11 +81,11 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
 def copy_selected_pages(
     metadata: BlockSparseMetadata, topk_pages: Tensor, cache: PagedKVCache, compact: Tensor
 ) -> None:
-    """Copy the selected pages of all rows into `compact`, ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, with zeros in
-    place of tokens that a row does not see.
+    """Copy the selected pages of all query rows into `compact`, ``[2, num_rows, num_kv_heads, 16, 128, head_dim]``, with zeros
+    in place of tokens that a row does not see.
 
-    `topk_pages`, ``[num_kv_heads, num_rows, 16]`` int32, is the indexer's output: columns of the row's page table, first for
-    earlier pages in any order, then for the page of the row's token, then -1.
+    `topk_pages`, ``[num_kv_heads, num_rows, 16]`` int32, has the pages that the model's indexer selected, as columns of the
+    row's page table: earlier pages in any order, then the page of the row's token, then -1.
     """
     selected, table = topk_pages.transpose(0, 1).long(), metadata.page_table
     is_page = (selected >= 0) & (selected < table.shape[1])
@@ -98,7 +100,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (K, V) of the compact cache as the call's ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
+    """Return (K, V) of the compact cache as the argument ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim
@@ -129,8 +131,8 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention (see `Backend.prepare_attention`). Of `layer`, only `softmax_scale` is used. Each call
-        copies the pages that `topk_indices` selects, as in `copy_selected_pages`. Rows of `out` beyond the number of rows in
-        `metadata` become 0.
+        copies the pages in `topk_indices`, which is `topk_pages` of `copy_selected_pages`. Rows of `out` beyond the number of
+        rows in `metadata` become 0.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:

@@ -34,7 +34,7 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """One rank's part of an extend pass that is divided among ranks."""
+    """The query rows of one rank in an extend pass whose rows are divided among ranks, and the metadata of the rank's call."""
 
     rows: Tensor  #: ``[num_rows]`` int64, indices of the rank's query rows in the whole batch, in the order of its call
     #: number of rows of the rank's tensors, the same on all ranks, because collectives require it: the largest number of query
@@ -46,7 +46,9 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return why a batch is not divided among `num_ranks` ranks, so that every rank computes all of it; "" if it is divided."""
+    """Return why the query rows of a batch cannot be divided among `num_ranks` ranks, so that every rank computes all rows; ""
+    if they can.
+    """
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -119,7 +121,9 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention, with one call of `backend` per rank. Rows of `out` in no shard are not written."""
+    """Prepare one layer's attention, with one call of `backend` for each rank's shard. Rows of `out` that belong to no shard
+    are not written.
+    """
     steps: list[Callable[[], object]] = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))
@@ -133,6 +137,5 @@ def prepare_zigzag(
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Return the first token of each of `num_blocks` blocks, then `length`."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))

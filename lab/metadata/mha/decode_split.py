@@ -1,4 +1,4 @@
-"""Divide a decode call into several: sort requests by length, divide them into groups of equal size, and make one call per
+"""Divide a decode call into several: sort the requests by length, divide them into groups of equal size, and make one call per
 group.
 
 SGLang 0.5.23 does so if ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
@@ -22,10 +22,9 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation of FlashInfer's functions that divides a decode call into `num_splits` calls of the wrapped
-    implementation.
+    """An object with FlashInfer's functions that divides a decode call into `num_splits` calls of another `implementation`.
 
-    The first call has the shortest requests, and if the requests cannot be divided equally, the first calls have one more. A
+    The first call has the shortest requests. If the requests cannot be divided equally, the first calls have one more. A
     divided call must have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A
     prepared call sorts the lengths on the device each time, so that a CUDA graph may capture it.
     """
@@ -42,8 +41,8 @@ class DecodeSplit:
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare all decode calls (see `lab.kernels.prepare`). Raises NotImplementedError if a divided call has an LSE, or no
-        `out`.
+        """Prepare all decode calls (see `lab.kernels.prepare`). Raises NotImplementedError if a call that is divided has an
+        LSE, or no `out`.
         """
         num_requests = arguments["seq_lens"].shape[0]
         splits = min(self._num_splits, num_requests)

@@ -29,7 +29,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """How the metadata of a captured batch size is written: in one launch or many. Kernels read equal values after both."""
+    """How the metadata of a captured batch size is written: in one launch or in many. Both write equal values."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
@@ -72,8 +72,9 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a forward pass by `new`; `page_table` and `cu_seqlens_q` may exist already. It has
-        sliding-window tensors if the pool has sliding-window pages.
+        """Allocate the metadata of a forward pass by `new`, a function such as torch.zeros. A given `page_table` or
+        `cu_seqlens_q` is used in place of a new tensor. Sliding-window tensors are allocated if the pool has sliding-window
+        pages.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -196,11 +197,12 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return how many of the first requests the context call computes. The remaining requests have one new token each, and the
-    decode call computes them.
+    """Return how many requests at the start of the batch the context call computes. The other requests have one new token each,
+    and the decode call computes them.
 
-    SGLang 0.5.23 splits off all last requests of the batch that have one new token. The scheduler puts the decoding requests of
-    a MIXED batch there, but an EXTEND batch is split too, and the result may be 0. Raises ValueError for other modes.
+    SGLang 0.5.23 gives the decode call all requests at the end of the batch that have one new token. The scheduler puts the
+    decoding requests of a MIXED batch there, but an EXTEND batch is split too, and the result may be 0. Raises ValueError for
+    other modes.
     """
     if not batch.forward_mode.is_prefill or batch.spec_info is not None:
         raise ValueError(
@@ -212,7 +214,7 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate the tensors of `build_mha_metadata`, uninitialised."""
+    """Allocate, uninitialised, the tensors that `build_mha_metadata` returns."""
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -230,9 +232,11 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 
 
 class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
-    """The metadata buffers of one mode for all captured batch sizes, as SGLang's `init_cuda_graph_state` makes them.
+    """The metadata buffers of one forward mode for all captured batch sizes, as SGLang's `init_cuda_graph_state` allocates
+    them.
 
-    Tables and running sums start as 0. ``cu_seqlens_q`` of decode and verification is written only when the buffers are made.
+    Page tables and running sums are 0 at first. ``cu_seqlens_q`` of decode and verification is written only when the buffers
+    are allocated.
     """
 
     def __init__(

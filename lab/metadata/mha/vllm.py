@@ -1,9 +1,9 @@
-"""The passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call for each layer.
+"""The forward passes of vLLM 0.33.0's FlashInfer backend: a decode call and a context call for each layer.
 
 Line numbers refer to ``vllm/v1/attention/backends/flashinfer.py`` unless another file is named. A batch begins with the
-requests that the decode call computes. The metadata is SGLang's (`build_mha_metadata`). vLLM's calls differ in their requests,
-their bounds of lengths, and padding: padding requests of a CUDA graph have no keys (``seq_lens`` 0) and page 0, the null block
-(``v1/worker/gpu_model_runner.py`` 2146, 2309).
+requests that the decode call computes. The metadata is SGLang's (`build_mha_metadata`). vLLM's calls differ in which requests
+they compute, in the upper bounds of lengths, and in padding: padding requests of a CUDA graph have no keys (``seq_lens`` 0) and
+page 0, the null block (``v1/worker/gpu_model_runner.py`` 2146, 2309).
 """
 
 import operator
@@ -62,8 +62,8 @@ class VLLMBackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). vLLM's bound of lengths is the batch's longest
-        request; it passes `max_context_len` only when it captures a CUDA graph.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). As upper bound of lengths vLLM passes the length of
+        the batch's longest request; it passes `max_context_len` only when it captures a CUDA graph.
         """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))
@@ -87,8 +87,8 @@ class VLLMBackend:
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:
         """Return the calls of one layer: the decode call, then the context call (``split_decodes_and_prefills`` of
-        ``utils.py``). Without a context call, the decode call includes the padding rows. For trtllm-gen, all its requests have
-        the same number of query rows, except padding requests, which may have 0.
+        ``utils.py``). If there is no context call, the decode call includes the padding rows. With trtllm-gen, all requests of
+        the decode call have the same number of query rows, except padding requests, which may have 0.
         """
         lens = query_lens(batch)
         permitted: Sequence[int] = range(self.decode_threshold + 1)
@@ -103,8 +103,9 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the decode call's width as `_compute_decode_query_lens` does: with XQA, or if every other request has one row,
-        padding requests, which have 0 rows, are not compared, and `q_len_per_req` counts padding rows for them.
+        """Return the arguments that give the decode call its query rows per request, as vLLM's `_compute_decode_query_lens`
+        does: one number if all requests have equally many rows, else their boundaries. Padding requests have 0 rows; with XQA,
+        or if no request has more than one row, they do not count as different.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]

@@ -1,5 +1,5 @@
-"""SGLang's TRT-LLM MLA backend: the attention calls of a forward pass on the decode kernel, their arguments, and the padding of
-query rows.
+"""SGLang's TRT-LLM MLA backend: which calls of the decode kernel a forward pass makes, with which arguments, and how query rows
+are padded.
 
 The rules are from SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
 """
@@ -63,7 +63,7 @@ class MLALayer:
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
     """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's
-    call. `lab.metadata.mla.prefill.prepare_mla_prefill` makes the calls of a prefill.
+    function. `lab.metadata.mla.prefill.prepare_mla_prefill` makes the calls of a prefill.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -148,7 +148,6 @@ def mla_call_arguments(
     query: Tensor,
     cache: PagedLatentCache,
 ) -> dict[str, Any]:
-    """Return the arguments of the MLA decode call, except `out` and `workspace_buffer`, for a query of `mla_query`."""
     return layer_arguments(layer, query, cache) | {
         "block_tables": metadata.block_kv_indices,
         "seq_lens": metadata.seq_lens_k,
@@ -176,7 +175,8 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
     """Return the query rows of a pass, ``[num_tokens, heads, head_dim]``, in the kernel's shape ``[batch_size, max_seq_len_q,
-    heads, head_dim]``: a view or, if `metadata.query_layout` is PADDED, a copy with padding rows, in `padded` if given.
+    heads, head_dim]``: a view or, if `metadata.query_layout` is PADDED, a copy with padding rows, which is written to `padded`
+    if given.
 
     Rows after ``metadata.num_rows`` are left out. Raises ValueError for too few rows, or if `padded` has another shape.
     """
@@ -204,8 +204,9 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy the query rows of request i, which begin at ``cu_seqlens_q[i]``, to the front of ``padded[i]``, ``[max_seq_len_q,
-    heads, head_dim]``, write zeros to the rest of it, and return `padded`. The host does not read the device.
+    """Copy the query rows of each request i, which begin at ``cu_seqlens_q[i]``, to the front of ``padded[i]``,
+    ``[max_seq_len_q, heads, head_dim]``. The remaining rows of ``padded[i]`` become zero. Return `padded`. The host does not
+    read the device.
     """
     _check_block(padded, seq_lens_q.shape[0], query)
     if query.shape[0] == 0:
@@ -220,7 +221,7 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
     """Copy the rows of each request i from the front of ``padded[i]`` to `out`, ``[num_rows, heads, kv_lora_rank]``, request
-    after request, and return `out`. Rows of `out` after them become zero. The host does not read the device.
+    after request. The remaining rows of `out` become zero. Return `out`. The host does not read the device.
     """
     batch_size, max_seq_len_q = padded.shape[:2]
     _check_block(padded, cu_seqlens_q.shape[0] - 1, out)
@@ -237,8 +238,8 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (output, LSE) with 0 and -inf in the rows for which `is_empty`, bool ``[num_rows]``, is True: those that see no
-    key (SGLang's `fixup_zero_kv_rows`).
+    """Return (`out`, `lse`) with 0 and -inf in the rows that see no key, where `is_empty`, bool ``[num_rows]``, is True
+    (SGLang's `fixup_zero_kv_rows`).
     """
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 
@@ -252,7 +253,7 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the first elements of a buffer as a contiguous tensor of the given shape. SGLang 0.5.12 slices
+    """Return the first elements of a buffer as a contiguous tensor of the given shape. SGLang 0.5.12 uses the slice
     ``buffer[:batch_size, :max_seq_len_q]``, which is not contiguous in a wider buffer, and its kernel writes it as if it were.
     """
     needed = torch.Size(shape).numel()
@@ -287,12 +288,12 @@ def prepare_mla_dcp_attention(
     query_dtype: torch.dtype | None = None,
     cute_dsl: bool = False,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention for a whole group of ranks: one call per rank, each with its own of `metadata`, and a merge
-    of their outputs by the LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
+    """Prepare one layer's attention on all ranks of decode context parallelism: one call per rank, with this rank's metadata,
+    and a merge of the ranks' outputs by their LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
 
-    SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. CuTe DSL's
-    kernel also gets the number of keys of each request on all ranks, from which it computes the last key of each query row. So
-    it supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
+    SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. `cute_dsl`
+    says that the kernel is CuTe DSL's. It also reads the number of keys that each request has on all ranks, so that it supports
+    several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
     """
     if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
         raise ValueError(

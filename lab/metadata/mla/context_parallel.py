@@ -1,4 +1,4 @@
-"""The metadata of decode context parallelism (DCP): each GPU of a group holds a part of every request's tokens.
+"""The metadata of decode context parallelism (DCP): each GPU of a group has a part of every request's tokens.
 
 * owner: the token at position p of a request belongs to rank p % size. Each rank has all query heads.
 * widened pool: the pool from which the engine allocates. A page of it has ``size`` times as many tokens as a page of one GPU's
@@ -28,7 +28,7 @@ from lab.metadata.mla.metadata import (
 
 @dataclass(frozen=True)
 class DecodeContextParallel:
-    """One GPU of decode context parallelism: the number of GPUs that share each request, and this GPU's number."""
+    """One GPU of a group that divides each request's tokens: the number of GPUs in the group, and this GPU's number (rank)."""
 
     size: int
     rank: int
@@ -45,8 +45,8 @@ class DecodeContextParallel:
 def build_mla_dcp_metadata(
     batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
 ) -> TRTLLMMLADecodeMetadata:
-    """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23), from the slots and lengths of
-    the whole group. A page of the group's pool has 32 or 64 tokens per GPU.
+    """Build one rank's metadata of an eager decode, draft step or verification with decode context parallelism (SGLang 0.5.23).
+    `batch` and `pool` have the slots and lengths of the whole group. A page of the pool has 32 or 64 tokens per GPU.
 
     ``seq_lens_k`` counts the keys of each request that the rank owns, 0 or more; ``global_seq_lens_k`` counts the keys on all
     ranks, as `build_mla_decode_metadata` does. Column c of the block table has ``req_to_token[request, rank + c * size *

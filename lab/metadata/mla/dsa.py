@@ -1,6 +1,6 @@
 """SGLang's DSA backend (DeepSeek sparse attention) on TRT-LLM: MLA decode calls whose query rows see only selected entries.
 
-* indexer: the part of the model that selects, for each query row, positions of its request. Its output is an input here.
+* indexer: the part of the model that selects positions of its request for each query row. Its output is an input here.
 * place: the index of a cache entry, page * page_size + offset in the page.
 
 In the call each query row is a request of its own. Its row of ``block_tables`` has places, not pages.
@@ -33,7 +33,7 @@ TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of colum
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of the indexer."""
+    """The sizes of the model's indexer, which selects the positions that each query row attends to."""
 
     #: largest number of positions in whole groups that are selected for a row (``index_topk``)
     topk: int = 2048
@@ -42,14 +42,16 @@ class Indexer:
     group: int = 1
 
     def selected_lens(self, seen: Tensor) -> Tensor:
-        """Return how many positions each row selects, of the number of tokens that it sees."""
+        """Return how many positions are selected for each query row. `seen` has the numbers of tokens that the rows see."""
         grouped = seen // self.group * self.group
         return grouped.clamp(max=self.topk) + seen - grouped
 
 
 @dataclass(frozen=True, eq=False)
 class DSAMetadata:
-    """The metadata of a pass on the sparse MLA decode call: lengths, and the cache index of each token of a row's request."""
+    """The metadata of a forward pass on the sparse MLA decode call: lengths, and the cache index of each token of each row's
+    request.
+    """
 
     #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
     page_table_1: Tensor
@@ -59,10 +61,11 @@ class DSAMetadata:
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the place of each selected entry, then -1: int32 ``[num_rows, top_k rounded up to 4]``.
+        """Return the cache index, page * page_size + offset, of each selected entry, then -1: int32 ``[num_rows, top_k rounded
+        up to 4]``.
 
-        `topk_indices`, ``[at most num_rows, top_k]`` int32, is the indexer's output: positions in the row's request, or -1.
-        Missing rows select nothing.
+        `topk_indices`, ``[at most num_rows, top_k]`` int32, has the positions that the model's indexer selected in the row's
+        request, and -1 for none. For missing rows nothing is selected.
         """
         num_missing = len(self.seq_lens) - len(topk_indices)
         padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
@@ -131,8 +134,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
         in `metadata` become 0.
 
-        `topk_indices` has the form of `DSAMetadata.places`, and is read anew by each call. In a decode it may have as
-        many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
+        `topk_indices` has the selected positions, as in `DSAMetadata.places`, and each call reads it again. In a decode it may
+        have as many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
         """
         rows = len(metadata.seq_lens)
         most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows
@@ -164,10 +167,11 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
 
 
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
-    """Write how many elements of each row of `places` are not -1 to the call's ``sparse_mla_top_k_lens``.
+    """Count the elements of each row of `places` that are not -1, and write the numbers to `top_k_lens`, the argument
+    ``sparse_mla_top_k_lens``.
 
-    SGLang passes this argument for models without a rotary part. In a row, all places must precede the first -1. A row of -1
-    alone gets place 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
+    SGLang passes this argument for models without a rotary part. In each row -1 may only follow the entries. A row of only -1
+    gets entry 0 and the number 1, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
     """
     top_k_lens.copy_((places >= 0).sum(dim=1))
     places[:, 0].masked_fill_(top_k_lens == 0, 0)

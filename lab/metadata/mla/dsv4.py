@@ -1,16 +1,16 @@
 """SGLang's TRT-LLM backend of DeepSeek-V4: calls whose query rows attend to recent tokens and selected compressed entries.
 
-* compress ratio: how many tokens a compressed entry of a layer stands for: 1, 2, 4 or 128. A layer with 0 has no compressed
-  entries.
+* compress ratio: the number of tokens that a compressed entry of a layer represents: 1, 2, 4 or 128. A layer with 0 has no
+  compressed entries.
 * group: the tokens of one compressed entry. The pass that computes the last token of the group writes the entry.
 * place: the index of an entry, page * entries per page + offset in the page.
 
 Each layer has two caches: tokens lie in the sliding-window pages of the pool, compressed entries in its full pages, which have
 page_size // ratio entries.
 
-The sources in SGLang 0.5.23 are `deepseek_v4_trtllm_backend.py` and `deepseek_v4_backend.py` in
-`sglang/srt/layers/attention/`; line numbers below are the second file's. The pass of DSpark's draft, whose rows also see later
-rows of their block, is not modelled.
+The sources in SGLang 0.5.23 are `deepseek_v4_trtllm_backend.py` and `deepseek_v4_backend.py` in `sglang/srt/layers/attention/`;
+line numbers below are the second file's. The pass of DSpark's draft, whose rows also see later rows of their block, is not
+modelled.
 """
 
 from collections.abc import Callable
@@ -48,8 +48,8 @@ TILE_ROWS = 64  # the kernel reads tables and lengths up to the end of a tile of
 
 @dataclass(frozen=True)
 class DSV4Layer(MLALayer):
-    """One attention layer of DeepSeek-V4. Only the field `softmax_scale` of `MLALayer` is used: a whole entry is both key and
-    value, and SGLang divides no entry by a scale.
+    """One attention layer of DeepSeek-V4. Of the fields of `MLALayer` only `softmax_scale` is used: a whole entry is both key
+    and value, and SGLang divides no entry by a scale.
     """
 
     compress_ratio: int = TOKENS_ALONE  #: one of `RATIOS`
@@ -59,8 +59,8 @@ class DSV4Layer(MLALayer):
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The cache of one layer: one entry per token in sliding-window pages, and the compressed entries, each of which stands for
-    `compress_ratio` tokens (0: there are none).
+    """The cache of one layer: one entry per token in sliding-window pages, and compressed entries, each of which represents
+    `compress_ratio` tokens. With a ratio of 0 there are no compressed entries.
     """
 
     #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page
@@ -82,9 +82,8 @@ class DSV4Cache:
 
     @property
     def compressed(self) -> PagedLatentCache:
-        """Return the compressed entries; if a layer has none, the tokens' entries, as SGLang passes them to the call."""
         if self.compress_ratio == TOKENS_ALONE:
-            return self.window
+            return self.window  # SGLang passes it in place of compressed entries
         per_page = self.pool.page_size // self.compress_ratio
         return PagedLatentCache(self.storage[self._num_tokens :].unflatten(0, (-1, per_page)))
 
@@ -94,8 +93,8 @@ class DSV4Cache:
         return self.pool.swa_num_pages * self.pool.page_size
 
     def write(self, slots: Tensor, entries: Tensor, compressed: Tensor) -> None:
-        """Store one token's entry, ``[n, head_dim]``, at each slot of the full pool, ``[n]`` int64. Row i of `compressed` is
-        the compressed entry of the group that ends with token i; rows of tokens that end no group are not read.
+        """Store one token's entry, ``[n, head_dim]``, at each slot of the full pool, ``[n]`` int64. If token i is the last one
+        of its group of `compress_ratio` tokens, row i of `compressed` is stored as the group's compressed entry.
         """
         self.window.write(self.pool.swa_slots(slots), entries)
         if self.compress_ratio != TOKENS_ALONE:
@@ -105,8 +104,8 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a forward pass on DeepSeek-V4's call: the lengths, window entries and pages of each query row. A page has
-    `page_size` tokens.
+    """The metadata of a forward pass on DeepSeek-V4's call: for each query row its length, the cache indices of its last 128
+    tokens, and its request's pages.
     """
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
@@ -122,11 +121,11 @@ class DSV4Metadata:
     max_q_len: int | None = None  #: largest number of rows of a request in a prefill
 
     def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
-        """Return the call's ``sparse_indices``: for each row the cache indices of its last 128 tokens (`window`), then those of
-        compressed entries, padded with -1 to a multiple of 64 columns.
+        """Return the call's ``sparse_indices``: for each query row the cache indices of its last 128 tokens (`window`), then
+        those of compressed entries, padded with -1 to a multiple of 64 columns.
 
-        `topk_indices`, ``[num_rows, top_k]`` int32, is the indexer's output: numbers of compressed entries of the row's
-        request, from 0, then -1. It is None for the compress ratios 0 and 128, which have no indexer.
+        `topk_indices`, ``[num_rows, top_k]`` int32, has the compressed entries that the model's indexer selected, by their
+        number in the row's request, then -1. It is None for the compress ratios 0 and 128, which have no indexer.
         """
         if compress_ratio == TOKENS_ALONE:
             return self.window
@@ -213,8 +212,8 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of the rows, whose allocation has whole tiles of rows, padded with `value`, as the kernel reads
-    them.
+    """Return an int32 copy of the rows. Its allocation also has the padding rows up to a multiple of 64, with `value`, because
+    the kernel reads them.
     """
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
@@ -246,7 +245,7 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
-        in `metadata` become 0. Each call reads `topk_indices`, as in `DSV4Metadata.sparse_indices`, again.
+        in `metadata` become 0. Each call reads `topk_indices` again (see `DSV4Metadata.sparse_indices`).
         """
         rows, ratio = len(metadata.seq_lens), layer.compress_ratio
         if rows > len(query):

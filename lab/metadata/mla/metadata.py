@@ -259,7 +259,9 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the number of columns of the block table, for ``max_len`` tokens rounded up to a multiple of 4,096."""
+    """Return the number of columns of a block table with room for `max_len` tokens per request, rounded up to a multiple of
+    4,096.
+    """
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -270,9 +272,6 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the MLA backend supports the pool, the draft model's `attention` and the page size (None: the
-    pool's).
-    """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
@@ -284,11 +283,11 @@ def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
     """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, uint8 zeros, for calls of up to ``max_batch_size`` requests on a
-    GPU with ``sm_count`` SMs. In it, the CTAs that share a request count how many of them have finished.
+    GPU with ``sm_count`` SMs. If several CTAs compute one request, they count in it how many of them have finished.
 
-    It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters (FlashInfer
-    0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels reset it to
-    zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
+    The buffer has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters
+    (FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels
+    reset it to zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
     """
     for name, number in (("max_batch_size", max_batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
         if number < 1:
@@ -298,9 +297,9 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of the batch's ``seq_lens_cpu``, or the pool's ``max_context_len`` without them. In a ragged
-    verification each length also counts the request's rows, or ``num_draft_tokens``, because DSpark adds the rows to the host's
-    list (`dspark_verify.py`, SGLang 0.5.23).
+    """Return the largest of the batch's ``seq_lens_cpu``; without this list, the pool's ``max_context_len``. In a ragged
+    verification each length also counts the request's query rows, or ``num_draft_tokens``, because SGLang 0.5.23 adds the rows
+    to the host's list (`dspark_verify.py`).
     """
     lens = batch.seq_lens_cpu
     if lens is None:
@@ -312,8 +311,8 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return a block table ``[batch_size, width]`` int32: the pages of each request's first `keys` tokens, then page 0 (the
-    sink) up to `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
+    """Return a block table ``[batch_size, width]`` int32: the pages of each request's first `keys` tokens, then page 0 up to
+    `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
@@ -329,10 +328,10 @@ def new_block_table(
     draft_extend: QueryLayout,
 ) -> Tensor:
     """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
-    does: ``[max_batch_size, width]`` int32, with room for the padding rows of a padded layout.
+    does: ``[max_batch_size, width]`` int32, with room for padding rows.
 
-    The table is filled with -1 only here. A replay writes the cells of its requests' pages. Later cells of a row keep the
-    values of earlier replays.
+    All cells are -1 at first. A replay writes the cells of its requests' pages. Later cells of a row keep the values of earlier
+    replays.
     """
     check_mla(pool, attention)
     if max_batch_size < 1:
@@ -348,8 +347,9 @@ def _pads_query_rows(mode: GraphMode, draft_extend: QueryLayout) -> bool:
 
 
 class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
-    """The metadata buffers of one mode for all captured batch sizes: the first rows of `block_kv_indices`, the result of
-    `new_block_table`, and lengths. SGLang 0.5.23 stores metadata by batch size alone, so that a second mode replaces the first.
+    """The metadata buffers of one forward mode for all captured batch sizes. `block_kv_indices` is the result of
+    `new_block_table`, whose first rows each batch uses. SGLang 0.5.23 stores metadata by batch size alone, so that a second
+    mode replaces the first.
 
     Args:
         draft_extend: layout of query rows in ``DRAFT_EXTEND``. PADDED is right for any numbers of accepted tokens. VIEW, SGLang
@@ -386,12 +386,11 @@ class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
 
 
 def _add_padding(rows: Tensor, page_size: int, metadata: TRTLLMMLADecodeMetadata) -> None:
-    """Count each request's padding rows in `seq_lens_k`, and write the sink to the columns of pages that only they need."""
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices
     metadata.seq_lens_q.copy_(rows)
     own_pages = num_pages(keys, page_size)
-    keys.sub_(metadata.seq_lens_q).add_(metadata.max_seq_len_q)
+    keys.sub_(metadata.seq_lens_q).add_(metadata.max_seq_len_q)  # the kernel's lengths count padding rows
     columns = torch.arange(table.shape[1], device=table.device)
     padding = (columns >= own_pages[:, None]) & (columns < num_pages(keys, page_size)[:, None])
     table.masked_fill_(padding, SINK_PAGE)

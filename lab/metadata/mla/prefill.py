@@ -1,6 +1,6 @@
-"""The attention calls of an MLA prefill: over its new tokens, and over its cached prefixes in chunks, merged by the LSE. Every
-layer projects a chunk's keys and values from the cache's entries. Chunk i has the i-th run of ``chunk_len`` tokens of every
-prefix, or what is left of it.
+"""The attention calls of an MLA prefill: one over its new tokens, and one for each chunk of its cached prefixes. Their results
+are merged by the LSE. Every layer projects a chunk's keys and values from the cache's entries. Chunk i has the i-th run of
+``chunk_len`` tokens of every prefix, or the tokens that are left of it.
 
 The sources in SGLang 0.5.23 are `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in
 `sglang/srt/model_executor/`, the call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of
@@ -36,7 +36,7 @@ def ragged_context_arguments(
     num_keys: int | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`), or over `num_keys`
-    keys of a chunk of prefixes.
+    cached tokens.
 
     Query and key are ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, without absorption; rows after the requests'
     rows are left out. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`). ``return_lse`` is True if a
@@ -103,8 +103,8 @@ def prepare_mla_prefill(
 
 
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert to e4m3 as SGLang's `_quantize_fp8_qkv` does: keys and values are divided by the layer's scales, the query by
-    none.
+    """Convert query, keys and values to e4m3 as SGLang's `_quantize_fp8_qkv` does. Keys are divided by ``layer.k_scale``,
+    values by ``layer.v_scale``.
     """
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (
@@ -115,7 +115,7 @@ def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """One chunk of the cached prefixes of a batch: the tokens that one call reads."""
+    """One chunk of the cached prefixes of a batch: the tokens that one attention call reads."""
 
     seq_lens: Tensor  #: ``[batch_size]`` int32, tokens of each request, 0 or more
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``
@@ -165,11 +165,11 @@ def prepare_prefix_chunk(
     *,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Prepare one layer's attention of all new tokens to a chunk, whose tokens `key` and `value` have in the order of
-    ``kv_indices`` (see `ragged_context_arguments`). A row sees all tokens of its request in the chunk.
+    """Prepare one layer's attention of all new tokens to a chunk of cached prefixes (see `ragged_context_arguments`). `key` and
+    `value` have the chunk's tokens in the order of ``chunk.kv_indices``. A row sees all tokens of its request in the chunk.
 
     Returns a function that returns the output without padding rows, 0 in rows without keys, and the LSE: float32 ``[num_rows,
-    heads]``, base 2, -inf in these rows.
+    heads]``, base 2, -inf in rows without keys.
     """
     num_tokens = chunk.kv_indices.shape[0]
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value, num_keys=num_tokens) | {

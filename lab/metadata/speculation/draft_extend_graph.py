@@ -1,6 +1,6 @@
-"""The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002): in a ``DRAFT_EXTEND_V2`` the draft model
-catches up on accepted tokens. Every request has d rows, and the worker needs only the row of the last accepted token; which
-rows a graph returns differs between SGLang's releases (`DraftExtendOutput`).
+"""The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002). In a ``DRAFT_EXTEND_V2`` the draft model
+computes the tokens that the target model has accepted. Every request has d query rows, and the worker needs only the row of the
+last accepted token. Which rows a graph returns differs between SGLang's releases (`DraftExtendOutput`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """For which rows of a draft extend a graph computes logits. Request i has d rows; the first accept_lens[i] are accepted."""
+    """For which query rows of a draft extend a CUDA graph computes logits. Request i has d rows, of which the first
+    accept_lens[i] are accepted.
+    """
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph
@@ -52,7 +54,6 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the first rows of these buffers. Later rows keep their contents, as in SGLang."""
         given = {"input_ids": input_ids, "hidden_states": hidden_states}
         if select_index is not None:
             given["select_index"] = select_index
@@ -67,12 +68,12 @@ class DraftInputs:
                     f"{name} has shape {list(tensor.shape)}, which does not fit the buffer's {list(buffer.shape)}"
                 )
         for name, tensor in given.items():
-            getattr(self, name)[: tensor.shape[0]].copy_(tensor)
+            getattr(self, name)[: tensor.shape[0]].copy_(tensor)  # later rows keep their contents, as in SGLang
 
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The output tensors of a draft model. They have one row per query row or per request (`DraftExtendOutput.num_rows`)."""
+    """The output tensors of a draft model, with one row per query row or per request (`DraftExtendOutput.num_rows`)."""
 
     logits: Tensor  #: float32 [num_rows, vocab_size]
     hidden_states: Tensor  #: [num_rows, hidden_size]
@@ -86,8 +87,8 @@ class DraftOutputs:
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Return True if a backend declares that its draft extend may run in a CUDA graph. SGLang lists classes instead, in 0.5.23
-    Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
+    """Return True if a backend declares that CUDA graphs can capture its draft extend. SGLang has a list of classes instead, in
+    0.5.23 Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4, FlashAttention and FlashMLA.
     """
     return getattr(backend, "supports_draft_extend_graph", False) is True
 
@@ -110,8 +111,8 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that reads `inputs`, writes K and V, and fills `outputs` for the rows that `form` names, in a CUDA
-        graph too.
+        """Return a function that runs the model on `inputs`, writes K and V, and fills `outputs` for the query rows that `form`
+        selects. A CUDA graph can capture the function.
         """
         ...
 
@@ -119,8 +120,6 @@ class DraftModel(Protocol):
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the `body` of a `GraphRunner` that runs the draft model on slices of the input and output buffers."""
-
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
         written = outputs.first(form.num_rows(view.batch_size, view.num_tokens))
@@ -131,8 +130,8 @@ def model_body(
 
 class DraftExtendGraph:
     """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``) for several batch sizes, as in SGLang's
-    draft-extend runner. The rows per request are those of `GraphMode.draft_extend_v2`. With `disable_padding` a batch runs only
-    if its size is exactly a captured one.
+    draft-extend runner. `GraphMode.draft_extend_v2` determines the query rows per request. With `disable_padding` a batch runs
+    only if its size was captured.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ MOST_STEPS = 8  # largest ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
-    """Which launches write the metadata of all steps of a draft: one or several."""
+    """Which launches write the metadata of all steps of a draft."""
 
     COMMON_TEMPLATE = "common template"  # a launch for the ragged lists, then one per step (before change 26241)
     PER_STEP = "per step"  # one launch per step (after change 26241)
@@ -41,7 +41,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata of one step of a draft and, with `DraftPlan.COMMON_TEMPLATE`, the lists of K/V slots of its requests."""
+    """The metadata of one step of a draft and, with `DraftPlan.COMMON_TEMPLATE`, the lists of its requests' K/V slots."""
 
     metadata: PassMetadata
     kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
@@ -50,7 +50,7 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class MultiStepDraft:
-    """A multi-step draft: attention backend, number of steps, and how the steps' metadata is written."""
+    """The settings of a multi-step draft: attention backend, number of steps, and which launches write the steps' metadata."""
 
     attention: DraftAttention
     #: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of passes
@@ -86,18 +86,13 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """Buffers for the metadata of all steps of a draft.
-
-    Attributes:
-        kv_indptr, kv_indices: ``[speculative_num_steps, max_batch_size + 1]`` and ``[speculative_num_steps, max_batch_size *
-            max_context_len]`` int32, the ragged lists of the common template; None with other plans.
-    """
+    """Buffers for the metadata of all steps of a draft. The ragged lists are int32, and None except in the common template."""
 
     #: metadata of ``max_batch_size * topk`` rows for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
     #: draft all steps have the same metadata
     steps: tuple[PassMetadata, ...]
-    kv_indptr: Tensor | None
-    kv_indices: Tensor | None
+    kv_indptr: Tensor | None  #: ``[speculative_num_steps, max_batch_size + 1]``
+    kv_indices: Tensor | None  #: ``[speculative_num_steps, max_batch_size * max_context_len]``
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +141,11 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
 
 def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> PreparedDraft:
-    """Check the batch, and return the metadata buffers of its steps with a function `write` that fills them. A CUDA graph can
+    """Check the batch. Return the metadata buffers of all draft steps and a function `write` that fills them. A CUDA graph can
     capture `write`.
 
-    A frozen-KV draft takes the result of `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the step's
-    whole row of the buffer.
+    The batch of a frozen-KV draft is the result of `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the
+    step's whole row of the buffer.
     """
     check_pool(draft, pool)
     if batch.forward_mode.query_rows is not QueryRows.ONE:
@@ -250,8 +245,8 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one speculative iteration, and the launch `write` that fills it from the batch's tensors.
-    ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per request.
+    """The metadata of every forward pass of one speculative iteration, and the function `write` that fills it in one launch.
+    Below, ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per request.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``
@@ -263,11 +258,11 @@ class PreparedIteration:
 def prepare_iteration(
     verify: ForwardBatch, pool: KVPool, *, speculative_num_steps: int, share_table: bool = True
 ) -> PreparedIteration:
-    """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it. It does not depend
-    on which tokens are drafted or accepted.
+    """Allocate the metadata of all forward passes of a speculative iteration, and prepare the launch that fills it. The
+    metadata does not depend on which tokens are drafted or accepted.
 
     `verify` is a TARGET_VERIFY batch, whose ``seq_lens`` counts the tokens up to the last accepted token. With `share_table`
-    all passes use one page table, which has the pages of the pass with the largest lengths.
+    all passes use one page table, with the pages of the pass with the largest lengths.
     """
     check_attends(verify, pool)
     if verify.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:

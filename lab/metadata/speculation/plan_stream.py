@@ -18,7 +18,7 @@ from torch import Tensor
 from lab.metadata.engine.backend import Backend
 from lab.metadata.engine.cuda_graph import check_sizes, size_for, sized_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends
@@ -31,14 +31,16 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of a verify pass's metadata depends on the draft and must be written after it, by a fix-up."""
+    """Whether a part of the verify pass's metadata depends on the draft. A fix-up must write this part after the draft."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
 
 
 class PlanStart(NamedEnum):
-    """When the planning of a verify pass starts. SGLang 0.5.13, which does not wait for the inputs, is not modelled."""
+    """When the metadata of a verify pass is built (planned). SGLang 0.5.13, which does not wait for the inputs, is not
+    modelled.
+    """
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
     AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23
@@ -66,7 +68,8 @@ Draft = Callable[[VerifyBuffers], object]
 
 
 class VerifyBackend(ABC):
-    """The part of an attention backend that plans a verify pass. The methods named `..._after_draft` have SGLang's names.
+    """The part of an attention backend that plans a verify pass, that is, builds its metadata. The methods named
+    `..._after_draft` have SGLang's names.
 
     Attributes:
         fix_up: NONE: no part of the plan depends on the draft's tokens, positions or tree. AFTER_DRAFT: the backend defines
@@ -85,20 +88,26 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the part of the batch's plan that does not depend on the draft, without reading the device."""
+        """Launch the part of the batch's plan (its metadata) that does not depend on the draft. The host does not read the
+        device.
+        """
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft fills. None for one: the draft uses its own."""
+        """Return ``[tree, positions]``, the buffers that the draft fills. None in place of a buffer: the draft uses its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up of `planned` on the current stream, after the draft has filled its buffers."""
+        """Launch the fix-up: write the part of the metadata that depends on the draft, on the current stream, after the draft
+        has filled its buffers.
+        """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Raise an error unless a backend defines the fix-up if and only if its `fix_up` is AFTER_DRAFT."""
+    """Raise an error unless a backend defines `update_verify_buffers_to_fill_after_draft` exactly if its `fix_up` is
+    AFTER_DRAFT.
+    """
     name = type(backend).__name__
     if backend.fix_up is None:
         raise NotImplementedError(
@@ -131,23 +140,15 @@ class _Moment(NamedEnum):
 class PlanStream:
     """Runs speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
-    The forward stream is the stream that is current when `run` is called. Four events order the work; the last column says what
-    would go wrong without the event:
+    The forward stream is the stream that is current when `run` is called. Four events order the work:
 
-    ============  ======================  ===============  =================================================================
-    event         recorded                waited for by    without it
-    ============  ======================  ===============  =================================================================
-    inputs final  before the draft, or    the plan         the plan reads lengths or slots before they are written
-                  by the caller
-    draft ended   after the draft         the plan, only   nothing: the wait only delays the plan
-                                          if AFTER_DRAFT
-    planned       after the plan          the forward      verify reads the metadata of an earlier batch
-                                          stream
-    verified      after verify            the next plan    the next plan overwrites metadata that verify still reads
-    ============  ======================  ===============  =================================================================
+    * inputs final: recorded before the draft, or by the caller. The plan waits for it, because it reads lengths and slots.
+    * draft ended: recorded after the draft. The plan waits for it only with AFTER_DRAFT.
+    * planned: recorded after the plan. The forward stream waits for it before the verify pass reads the metadata.
+    * verified: recorded after the verify pass. The next plan waits for it before it overwrites the metadata. This matters if
+      the next batch's inputs are final before this verify pass has ended, for example if two batches alternate.
 
-    `verified` is needed if the next batch's inputs are final before this batch's verify has ended, for example if two batches
-    alternate. The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event.
+    The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event.
 
     The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
     their memory. On a tensor from another stream, call ``record_stream(planner.stream)``.
@@ -242,8 +243,8 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch by `planner` with each draft. Return, per draft, copies of all tensors that the verify pass received.
-    In a correct backend only the tensors that the fix-up writes differ.
+    """Run the same batch by `planner` once with each draft. Return, per draft, copies of all tensors that the verify pass
+    received. With a correct backend only the tensors that depend on the draft differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:
@@ -255,8 +256,8 @@ def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iter
 class CapturedVerify(VerifyBackend):
     """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
 
-    `attention`, TRT-LLM MHA or MLA, makes the metadata's buffers. `mask` is a buffer for the decode call's packed mask (see
-    `PlannedVerify`) of ``max(batch_sizes)`` requests; None: causal, as with MLA, whose kernel takes no mask.
+    `attention`, TRT-LLM MHA or MLA, allocates the metadata buffers. `mask` is a buffer for the decode call's packed mask (see
+    `PlannedVerify`) of ``max(batch_sizes)`` requests. None: rows are causal, as with MLA, whose kernel takes no mask.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class CapturedVerify(VerifyBackend):
         mask: Tensor | None = None,
     ) -> None:
         check_sizes(batch_sizes)
-        mode = GraphMode.target_verify(num_draft_tokens)
+        mode = GraphMode(ForwardMode.TARGET_VERIFY, num_draft_tokens)
         self.pool = pool
         self.num_draft_tokens = num_draft_tokens
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
@@ -285,7 +286,6 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers of the smallest captured batch size for `batch_size` requests."""
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
@@ -308,8 +308,8 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Plans the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft. SGLang's draft
-    fills `verify_mask` while it builds a tree, and no kernel reads it; None: the draft allocates one.
+    """Plans the verification of chains (top-k 1). Query rows are causal, so no part of the plan depends on the draft. SGLang's
+    draft fills `verify_mask` while it builds a tree, but no kernel reads it; None: the draft allocates one.
     """
 
     fix_up = FixUp.NONE
@@ -330,12 +330,12 @@ class ChainVerify(CapturedVerify):
 
 
 class TreeMaskVerify(CapturedVerify):
-    """Plans the verification of trees. The metadata is the same as for chains, and a mask lets each draft token see only itself
-    and its ancestors among the draft tokens.
+    """Plans the verification of draft trees. The metadata is the same as for chains, and a mask lets each draft token see only
+    itself and its ancestors among the draft tokens.
 
     Attributes:
         parents: ``[max_batch_size, d]`` int64, as in `pack_tree_mask`. The draft writes it; before that the trees are chains.
-        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which the fix-up writes after the draft.
+        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which is written after the draft.
     """
 
     fix_up = FixUp.AFTER_DRAFT

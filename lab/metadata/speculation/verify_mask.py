@@ -1,4 +1,4 @@
-"""The masks of a target verification: a bool mask that is filled while the draft tree is built, and a packed mask for the
+"""The masks of a target verification: a bool mask that SGLang fills while it builds the draft tree, and the packed mask of the
 decode call.
 """
 
@@ -14,8 +14,8 @@ from lab.named_enum import NamedEnum
 class VerifyMaskForm(NamedEnum):
     """The shape of the bool mask of a verification with d draft tokens per request. The requests' blocks are concatenated.
 
-    FULL: a request of L tokens has a block ``[d, L + d]``, as in SGLang 0.5.13 and 0.5.14.
-    QLEN_ONLY: a request has a block ``[d, d]`` of its draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
+    FULL: a request of L tokens has a block ``[d, L + d]``, as in SGLang 0.5.13 and 0.5.14. QLEN_ONLY: a request has a block
+    ``[d, d]`` of its draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
     """
 
     FULL = "full"
@@ -107,8 +107,8 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set all cells of the buffer to True, also for a small batch, as SGLang does before it builds a tree: 0.5.13 in every
-    step, 0.5.23 only for kernels that read the mask.
+    """Set all cells of the buffer to True, also those beyond a small batch, as SGLang does before it builds a tree: 0.5.13 in
+    every step, 0.5.23 only for kernels that read the mask.
     """
     if batch_size > mask.max_batch_size:
         raise ValueError(

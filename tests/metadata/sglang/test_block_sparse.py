@@ -54,7 +54,7 @@ def planned(load: Load, batch: Any, pool: Any, mode: GraphMode) -> dict[str, Ten
     return written
 
 
-@pytest.mark.parametrize("mode", [GraphMode.decode(), GraphMode.target_verify(DRAFT)], ids=str)
+@pytest.mark.parametrize("mode", [GraphMode(ForwardMode.DECODE), GraphMode(ForwardMode.TARGET_VERIFY, DRAFT)], ids=str)
 def test_the_plan_of_replays(sglang: Load, mode: GraphMode) -> None:
     """Batches that shrink and grow, padded to the captured size: lengths of all rows, and live pages of all requests."""
     size, width = 4, mode.num_tokens_per_req
@@ -93,7 +93,7 @@ def test_the_call(sglang: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    batch, pool = build(graph_case(GraphMode.decode(), (2500, 128, 130), **POOL))
+    batch, pool = build(graph_case(GraphMode(ForwardMode.DECODE), (2500, 128, 130), **POOL))
     metadata = build_block_sparse_metadata(batch, pool, HEADS)
     compact = torch.zeros(2, 3, HEADS, 16, 128, 128).to(torch.float8_e4m3fn)
     workspace = torch.empty(256 * 2**20, dtype=torch.uint8)

@@ -253,9 +253,9 @@ def test_a_decode_that_padding_outgrew(sglang: Load) -> None:
 
 
 GRAPH_MODES = [
-    GraphMode.decode(),
+    GraphMode(ForwardMode.DECODE),
     GraphMode.draft_decode(1),
-    GraphMode.target_verify(DRAFT),
+    GraphMode(ForwardMode.TARGET_VERIFY, DRAFT),
     GraphMode(ForwardMode.DRAFT_EXTEND_V2, DRAFT),
 ]
 
@@ -274,7 +274,7 @@ def test_replays(sglang: Load, mode: GraphMode, is_fused: bool) -> None:
     backend = new_backend(sglang, pool, indexer)
     backend.use_fused_topk = is_fused
     backend.dsa_topk_backend = SimpleNamespace(should_use_topk_v2=lambda: is_fused)
-    if is_fused and mode == GraphMode.decode():
+    if is_fused and mode == GraphMode(ForwardMode.DECODE):
         backend.speculative_num_draft_tokens = None
     backend.init_cuda_graph_state(size, size * mode.num_tokens_per_req)
     backend.init_forward_metadata_out_graph(dsa_server_batch(sglang, captured.view), in_capture=True)
@@ -295,4 +295,4 @@ def test_replays(sglang: Load, mode: GraphMode, is_fused: bool) -> None:
             assert (places[::64] // 64).tolist() == theirs.real_page_table[row, : -(-seen // 64)].tolist()
             if theirs.page_table_1 is not None:
                 assert places.tolist() == theirs.page_table_1[row, :seen].tolist()
-        assert (theirs.page_table_1 is None) == (is_fused and mode == GraphMode.decode())
+        assert (theirs.page_table_1 is None) == (is_fused and mode == GraphMode(ForwardMode.DECODE))

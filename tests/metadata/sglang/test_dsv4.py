@@ -278,8 +278,8 @@ def test_a_draft_extend_that_padding_outgrew(sglang: Load) -> None:
 
 
 GRAPH_MODES = [
-    *((GraphMode.decode(), ratio) for ratio in (0, 2, 4, 128)),
-    *((GraphMode.target_verify(DRAFT), ratio) for ratio in (1, 4, 128)),
+    *((GraphMode(ForwardMode.DECODE), ratio) for ratio in (0, 2, 4, 128)),
+    *((GraphMode(ForwardMode.TARGET_VERIFY, DRAFT), ratio) for ratio in (1, 4, 128)),
     (GraphMode.draft_decode(1), 0),
     (GraphMode(ForwardMode.DRAFT_EXTEND_V2, DRAFT), 0),
 ]

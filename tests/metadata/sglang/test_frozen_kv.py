@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.metadata import ForwardBatch, ForwardMode, build_mha_metadata
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
@@ -72,5 +73,5 @@ def test_graphs(sglang: Load, case: Case, topk: int, step_id: int, spare: int) -
     backend, theirs = new_backend(sglang, pool, **fields), server_batch(sglang, padded, out_cache_loc=None)
     with sglang(UTILS).frozen_kv_target_view(theirs, SimpleNamespace(target_token_to_kv_pool=None), backend):
         captured(backend, theirs, num_requests=rows, num_tokens=rows)
-    ours, _ = replayed(GraphMode.frozen_kv_draft(), pool, batch, rows)
+    ours, _ = replayed(GraphMode.draft_decode(FROZEN_KV_STEP), pool, batch, rows)
     assert_same(ours, backend.forward_metadata, pool.page_size)

@@ -142,7 +142,9 @@ def test_an_encoder_only_verification_in_a_graph(sglang: Load, case: Case, more:
     """A captured size's rows as requests, its padding's too."""
     batch, pool = build(case)
     size, width = batch.batch_size + more, case.new
-    ours, view = replayed(GraphMode.target_verify(width), pool, batch, size, expand_encoder_only_verify=True)
+    ours, view = replayed(
+        GraphMode(ForwardMode.TARGET_VERIFY, width), pool, batch, size, expand_encoder_only_verify=True
+    )
     backend = new_backend(sglang, pool, speculative_num_draft_tokens=width, expand_encoder_only_verify=True)
     server = server_batch(sglang, view)
     theirs = captured(backend, server, num_requests=size, num_tokens=size * width)
@@ -164,7 +166,7 @@ def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requ
     batch, pool, _, _ = build_both(sglang, case, on_host)
     n = batch.batch_size
     size, width = n + padding_requests, case.new
-    mine, view = replayed(GraphMode.ragged_verify(width), pool, batch, size)
+    mine, view = replayed(GraphMode(ForwardMode.RAGGED_VERIFY, width), pool, batch, size)
     backend = new_backend(sglang, pool, speculative_num_draft_tokens=width)
     server = server_batch(sglang, replace(batch, num_tokens=size * width), batch_size=size)
     server.seq_lens, server.req_pool_indices = view.seq_lens, view.req_pool_indices

@@ -86,9 +86,9 @@ def test_eager_passes(sglang: Load, case: Case) -> None:
 
 DRAFT, MAX_BATCH_SIZE = 4, 4
 GRAPH_MODES = [
-    GraphMode.decode(),
-    GraphMode.target_verify(DRAFT),
-    GraphMode.ragged_verify(DRAFT),
+    GraphMode(ForwardMode.DECODE),
+    GraphMode(ForwardMode.TARGET_VERIFY, DRAFT),
+    GraphMode(ForwardMode.RAGGED_VERIFY, DRAFT),
     GraphMode(ForwardMode.DRAFT_EXTEND_V2, DRAFT),
 ]
 
@@ -172,14 +172,16 @@ def hold_calls(
 def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int) -> None:
     """Lengths, bound, padded query and output of SGLang's own ``forward_extend``, rows of padding and all."""
     engine = Engine()
-    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64, 35, 120], list(rows), num_padding_rows=padding)
+    served, _ = engine.serve(
+        GraphMode(ForwardMode.RAGGED_VERIFY, DRAFT), [40, 64, 35, 120], list(rows), num_padding_rows=padding
+    )
     hold_calls(sglang, engine, served.batch, served.query)
 
 
 def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
     """Two requests in a graph of four with twelve rows: padding takes the rest of them, at most four each."""
     engine = Engine()
-    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64], [3, 2], num_padding_rows=15)
+    served, _ = engine.serve(GraphMode(ForwardMode.RAGGED_VERIFY, DRAFT), [40, 64], [3, 2], num_padding_rows=15)
     layout = sglang("sglang.srt.speculative.ragged_verify").RaggedVerifyLayout.from_verify_lens_device(
         verify_lens=served.batch.extend_seq_lens, graph_num_tokens=served.batch.num_tokens
     )
@@ -397,7 +399,7 @@ def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
 def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> None:
     """SGLang's own decode: the query that its kernel is handed, and the scale that counts."""
     engine = Engine()
-    served, _ = engine.serve(GraphMode.decode(), [40, 64, 35], [1, 1, 1])
+    served, _ = engine.serve(GraphMode(ForwardMode.DECODE), [40, 64, 35], [1, 1, 1])
     query = served.query.to(torch.bfloat16) * 300  # some beyond e4m3's largest
     cache = engine.pool.new_latent_cache(RANK + ROPE, data_type)
     backend = new_backend(
