@@ -178,15 +178,9 @@ def _held_by(owner: str, holder: Any) -> list[Held]:
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
     """Yield the Python functions in a value: itself, or those inside a property, a method object, a partial or a wrapper."""
-    if isinstance(value, types.ModuleType):
-        return
-    if isinstance(value, property):
-        inner = [value.fget, value.fset]
-    elif isinstance(value, staticmethod | classmethod):
-        inner = [value.__func__]
-    else:
-        inner = [getattr(value, "func", None), getattr(value, "__wrapped__", None), value]
-    yield from (each for each in inner if isinstance(each, types.FunctionType))
+    if not isinstance(value, types.ModuleType):
+        inner = (getattr(value, name, None) for name in ("fget", "fset", "__func__", "func", "__wrapped__"))
+        yield from (each for each in (*inner, value) if isinstance(each, types.FunctionType))
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:

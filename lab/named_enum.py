@@ -4,10 +4,7 @@ This module imports only the standard library.
 """
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any
 
 
 class NamedEnum(Enum):
@@ -20,7 +17,7 @@ class NamedEnum(Enum):
 class TextEnum(str, Enum):
     """An enum whose members are equal to their texts. Further values in a member's declaration are passed to `__init__`."""
 
-    def __new__(cls, text: str, *_: Any) -> "Self":
+    def __new__(cls, text: str, *_: Any) -> "TextEnum":
         member = str.__new__(cls, text)
         member._value_ = text
         return member

@@ -9,17 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from lab.loading import LoadError, last_report
 from lab.names import INTERFACES, Interface, profile_name
 from lab.ranges import OPTIONS, Ranges, options_of, ranges_of
-
-if TYPE_CHECKING:
-    from lab.checks.report import Report
-    from lab.checks.run.workers import Workers
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
@@ -105,7 +101,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         raise pytest.UsageError(f"{OPTION}: {error}") from error
 
 
-def _workers(name: str, config: pytest.Config) -> "Workers":
+def _workers(name: str, config: pytest.Config) -> Any:
     """Return a pool of one worker process, so that a crash of the kernel does not end pytest."""
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
@@ -159,7 +155,7 @@ class JudgedKernel(pytest.Collector):
             self._ranges[interface] = narrowed.get(interface, self.ranges)
         return self._ranges[interface]
 
-    def judge(self, check: str, interface: Interface, **how: Any) -> "Report":
+    def judge(self, check: str, interface: Interface, **how: Any) -> Any:
         """Judge a function by one check. `how` are arguments of `lab.checks.judge` that replace the usual ones."""
         from lab.checks import judge
 

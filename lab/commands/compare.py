@@ -3,7 +3,7 @@ two kernels.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from lab.commands.options import (
     TimedCalls,
     Trace,
     need_gpu,
+    one_call,
     refuse,
     refuse_options_without,
     refuse_unreadable,
@@ -24,19 +25,8 @@ from lab.commands.options import (
 from lab.exit_status import ExitStatus
 from lab.loading import load
 
-if TYPE_CHECKING:
-    from lab.recorded.case import RecordedCase
-    from lab.timing.statistics import Rule
-
 MinimumEffect = Annotated[float, typer.Option(help="a smaller change of the median, in percent, counts as no change")]
 Significance = Annotated[float, typer.Option(help="level of the rank test, and error of the confidence interval")]
-
-
-def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
-    from lab.timing.statistics import Rule
-
-    with refusing_errors():
-        return Rule(minimum_effect_percent, significance)
 
 
 def compare(
@@ -67,12 +57,15 @@ def compare(
     refuse_unreadable("not compared", *filter(None, (before, after)))
     from lab.reports.changed_verdicts import compare_verdicts, has_report
     from lab.reports.compare import compare as compare_files
+    from lab.timing.statistics import Rule
 
     with refusing_recordings("not compared"):
         if after is not None and has_report(before, after):
             report = compare_verdicts(Path(before), Path(after))
         else:
-            report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
+            with refusing_errors():
+                rule = Rule(minimum_effect_percent, significance)
+            report = compare_files(before, after, by, rule, strict)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
 
@@ -136,13 +129,17 @@ def ab(
     from lab.timing.gpu_time import WrongWorkError
     from lab.timing.method import method_named
     from lab.timing.sampling import RefusedTimeError
+    from lab.timing.statistics import Rule
     from lab.workloads.scenarios import timed_scenario
     from lab.workloads.traces import read_trace
 
-    rule = _rule(minimum_effect_percent, significance)
+    with refusing_errors():
+        rule = Rule(minimum_effect_percent, significance)
     recorded = None
     if calls is not None:
-        recorded = _only_call(context, calls)
+        fitting = context.params.keys() - {"against", "trace"}
+        refuse_options_without(context, fitting, "--calls times a recorded call and no scenario")
+        recorded = one_call(calls, "; lab bench --calls times all of them")
         if second is not None:
             refuse(f"--calls times the call {recorded.address} on two modules, and {second} is a third argument")
         scenario, first, second = recorded.address, scenario, first
@@ -169,17 +166,3 @@ def ab(
     report = ab_report(measured, rule)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
-
-
-def _only_call(context: typer.Context, calls: str) -> "RecordedCase":
-    from lab.recorded.case import recorded_cases
-
-    fitting = context.params.keys() - {"against", "trace"}
-    refuse_options_without(context, fitting, "--calls times a recorded call and no scenario")
-    with refusing_errors():
-        case, *others = recorded_cases(calls)
-    if others:
-        refuse(
-            f"{calls} has {1 + len(others)} calls: name one, such as {case.address}; lab bench --calls times all of them"
-        )
-    return case

@@ -178,6 +178,17 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
             refuse(f"{what_failed}: {path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
+def one_call(recording: str, otherwise: str = "") -> Any:
+    """Return the `RecordedCase` of a recording with one call, else end the command. `otherwise` ends the message."""
+    from lab.recorded.case import recorded_cases
+
+    with refusing_errors():
+        case, *others = recorded_cases(recording)
+    if others:
+        refuse(f"{recording} has {1 + len(others)} calls: name one, such as {case.address}{otherwise}")
+    return case
+
+
 def need_gpu() -> None:
     """End the command with NOT_JUDGED if there is no CUDA GPU."""
     import torch

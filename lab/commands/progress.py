@@ -3,19 +3,16 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-if TYPE_CHECKING:
-    from lab.checks.run.judge_run import Progress as ProgressOfJudge
 
 LINE_INTERVAL_S = 60.0
 
 
 @contextmanager
-def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
+def shown_progress(console: Console) -> Iterator[Callable[[Any], None]]:
     """Yield a function that shows the progress after each verdict: it updates a bar on a terminal, and elsewhere prints a line
     at most once per `LINE_INTERVAL_S`.
     """
@@ -27,9 +24,13 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
         task = bar.add_task("starting", total=None, left="")
         last, faults = time.monotonic(), 0
 
-        def update(progress: "ProgressOfJudge") -> None:
+        def update(progress: Any) -> None:
             nonlocal last, faults
-            verdict, left = progress.verdict, _time_left(progress)
+            verdict, left = progress.verdict, ""
+            if (seconds := progress.seconds_left) is not None:
+                left = (
+                    f"about {seconds:.0f} seconds left" if seconds < 120 else f"about {seconds / 60:.0f} minutes left"
+                )
             is_fault, current = verdict.outcome in BROKEN, f"{verdict.check} of {verdict.interface.name.lower()}"
             faults += is_fault
             if console.is_terminal:
@@ -44,10 +45,3 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
                 console.print(", ".join(filter(None, line)), highlight=False)
 
         yield update
-
-
-def _time_left(progress: "ProgressOfJudge") -> str:
-    if progress.seconds_left is None:
-        return ""
-    minutes = progress.seconds_left / 60
-    return f"about {minutes:.0f} minutes left" if minutes >= 2 else f"about {progress.seconds_left:.0f} seconds left"

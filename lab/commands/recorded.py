@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from lab.commands.options import Device, list_option, prepare_machine, refuse, refusing_errors
+from lab.commands.options import Device, list_option, one_call, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
 from lab.wording import counted, printable
@@ -86,12 +86,8 @@ def shrink(
 
     Ctrl-C ends the search: the smallest call that was found until then is written.
     """
-    from lab.recorded.case import recorded_cases
-
+    case = one_call(recording)
     with refusing_errors():
-        case, *others = recorded_cases(recording)
-        if others:
-            raise ValueError(f"{recording} has {1 + len(others)} calls: name one, such as {case.address}")
         call = case.read()
     if not from_outputs:
         prepare_machine(device)

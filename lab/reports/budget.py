@@ -7,7 +7,7 @@ from typing import Any
 from lab.budget import LARGEST, Explanation, Setting
 from lab.exit_status import ExitStatus
 from lab.provenance import environment
-from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
+from lab.reports.tables import Cell, Columns, TableReport, in_short, make_table, number, words
 
 STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": ExitStatus.NOT_JUDGED}
 
@@ -35,16 +35,11 @@ def _error(name: str, row: Mapping[str, Any]) -> Cell:
     return Cell(f"{row[name]:.2g}", row[name]) if name in row else words(None)
 
 
-def _size(keys: int) -> Cell:
-    size, unit = next((each for each in ((2**20, "M"), (2**10, "K")) if keys % each[0] == 0), (1, ""))
-    return Cell(f"{keys // size:,}{unit}", keys)
-
-
 COLUMNS: Columns = {
     "cache": lambda row: words(row["kv"]),
     "scale": lambda row: words(row["scale"] if row["kv"] in LARGEST else None),
     "values": lambda row: words(row["values"]),
-    "keys": lambda row: _size(row["keys"]),
+    "keys": lambda row: Cell(in_short(row["keys"]), row["keys"]),
     "quantised": partial(_error, "quantisation"),
     **{name: partial(_error, name) for name in ("kernel", "given", "bound")},
     "q %": lambda row: number(row["quantisation_over"], 2, 100),

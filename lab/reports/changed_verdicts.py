@@ -71,23 +71,14 @@ class CasePair:
         return VerdictChange.SAME
 
 
-@dataclass(frozen=True)
-class ChangedCases:
-    """A row of the table: cases of one check and function whose verdicts changed in the same way."""
-
-    change: VerdictChange
-    check: str
-    function: str
-    pairs: Sequence[CasePair]
-
-
+# A row has the cases of one check and function whose verdicts changed in the same way.
 COLUMNS: Columns = {
-    "change": lambda row: words(row.change, row.change.style),
-    "check": lambda row: words(row.check),
-    "function": lambda row: words(row.function),
-    "cases": lambda row: number(len(row.pairs)),
-    "before": lambda row: _outcomes(pair.before for pair in row.pairs),
-    "after": lambda row: _outcomes(pair.after for pair in row.pairs),
+    "change": lambda row: words(row[0].change, row[0].change.style),
+    "check": lambda row: words(row[0].after.check),
+    "function": lambda row: words(row[0].after.interface.name.lower()),
+    "cases": lambda row: number(len(row)),
+    "before": lambda row: _outcomes(pair.before for pair in row),
+    "after": lambda row: _outcomes(pair.after for pair in row),
 }
 
 
@@ -146,9 +137,9 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     )
     pairs = [CasePair(verdict, now[key]) for key, verdict in was.items() if key in now]
     missing, added = len(was) - len(pairs), len(now) - len(pairs)
-    alike = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
-    changed = [ChangedCases(*key, found) for key, found in alike.items() if key[0] is not VerdictChange.SAME]
-    rows = sorted(changed, key=lambda row: [*VerdictChange].index(row.change))
+    alike = grouped(((pair.change, pair.after.check, pair.after.interface), pair) for pair in pairs)
+    changed = [row for (change, *_), row in alike.items() if change is not VerdictChange.SAME]
+    rows = sorted(changed, key=lambda row: [*VerdictChange].index(row[0].change))
     counts = Counter(pair.change for pair in pairs)
     summary = ", ".join(f"{counts[change]:,} {change}" for change in VerdictChange)
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
@@ -175,7 +166,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         table=make_table(COLUMNS, rows, caption="cases that changed", say_once=()),
         below=(
             *(f"{change}: {sentence}" for change, sentence in regions.items()),
-            *(line for row in rows if row.change in WORSE for line in _reasons(row, after_path)),
+            *(line for row in rows if row[0].change in WORSE for line in _reasons(row, after_path)),
             f"{summary}{'' if has_most else ': most cases are in one report alone'}"
             if pairs
             else "nothing was compared: the reports have no case in common",
@@ -199,7 +190,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
                     "reasons": [*pair.after.judged.wrongs, *pair.after.judged.declines],
                 }
                 for row in rows
-                for pair in row.pairs
+                for pair in row
             ],
         },
         exit_status=ExitStatus.WRONG if any(counts[change] for change in WORSE) else status,
@@ -216,12 +207,12 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
     return diagnose([*changed, *(side for _, side in sides if side.outcome is Outcome.RIGHT)]).broken
 
 
-def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
+def _reasons(row: Sequence[CasePair], after: Path) -> Iterator[str]:
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
-        for now in (pair.after for pair in row.pairs)
+        for now in (pair.after for pair in row)
     )
     reason, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
-    rest = f" ({counted(len(row.pairs) - len(verdicts), 'case')} for other reasons)" if len(reasons) > 1 else ""
-    yield f"{row.change}, {row.check} of {row.function}: {reason}{rest}"
+    rest = f" ({counted(len(row) - len(verdicts), 'case')} for other reasons)" if len(reasons) > 1 else ""
+    yield f"{row[0].change}, {verdicts[0].check} of {verdicts[0].interface.name.lower()}: {reason}{rest}"
     yield f"    reproduce with: lab judge --case {after}#{verdicts[0].number}"

@@ -95,6 +95,12 @@ def number(value: float | None, digits: int | None = None, scale: float = 1.0) -
     return Cell(_significant(scaled) if digits is None else f"{scaled:,.{digits}f}", scaled)
 
 
+def in_short(size: int) -> str:
+    """Return a size with a binary unit if it is a multiple of one, such as "4K" for 4096 and "1M" for 2**20."""
+    unit, name = next((each for each in ((2**20, "M"), (2**10, "K")) if size and size % each[0] == 0), (1, ""))
+    return f"{size // unit:,}{name}"
+
+
 def make_table(
     columns: Columns,
     records: Sequence[Any],

@@ -12,6 +12,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from numpy.typing import NDArray
 
+from lab.reports.tables import in_short
+
 DOTS_PER_INCH = 150  # 1.5 times the shown resolution
 # Colours that colour-blind readers can distinguish: Okabe and Ito, "Color Universal Design", 2008; grey for their yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -114,12 +116,6 @@ def few_ticks(axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
-
-
-def in_short(number: int) -> str:
-    if number >= 2**20 and number % 2**20 == 0:
-        return f"{number // 2**20}M"
-    return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
