@@ -1,4 +1,4 @@
-"""The entry point of the command line: `lab`, or `python -m lab`."""
+"""Run the command `lab`, also as `python -m lab`."""
 
 import atexit
 import io
@@ -20,8 +20,8 @@ QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `lab` command that the arguments name. If it runs to its end, the process exits with the command's status, and
-    this function does not return.
+    """Run the `lab` command that the arguments name. If the command completes, the process exits with the command's exit
+    status, and this function does not return.
 
     Returns:
         `ExitStatus.MISUSED` (2) if a package of one of the extras is missing, or a file or the output cannot be read or
@@ -80,9 +80,7 @@ def _flush() -> None:
 
 
 class _Output(io.FileIO):
-    """Standard output that ignores a closed pipe, as in `lab judge ... | head -1`, so that the command ends with its own exit
-    status.
-    """
+    """Standard output that ignores a closed pipe, as in `lab judge ... | head -1`: the command keeps its own exit status."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -95,9 +93,7 @@ class _Output(io.FileIO):
 
 
 class _Interruption:
-    """A handler of the signals in `ENDING_SIGNALS`, such as SIGINT. It raises KeyboardInterrupt, and ignores signals in the
-    next `QUIET_S` seconds so that cleaning up can end.
-    """
+    """A signal handler that raises KeyboardInterrupt. It ignores signals in the next `QUIET_S` seconds, for cleaning up."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

@@ -1,8 +1,9 @@
-"""Measure the errors of quantised K/V caches and of right kernels, and the elements that exceed the tolerance of a test.
+"""Measure the errors that quantised K/V caches and right kernels have, and how many elements exceed the tolerance of a test.
 
-The *quantisation error* is the difference of float64 attention on the stored K and V from that on the original K and V. The
-*control*, attention by low-precision torch operations on the stored K and V, stands for a right kernel. The *kernel's error*
-is its difference from float64 attention on the same K and V; the judge allows a multiple of it (`lab.references.errors`).
+The *quantisation error* is the difference of float64 attention on the stored K and V from float64 attention on the original K
+and V. The *kernel's error* is the difference of a kernel's output from float64 attention on the stored K and V. A *control*
+stands for a right kernel: attention by low-precision torch operations on the stored K and V. The judge's bound is a multiple of
+the control's error (`lab.references.errors`).
 """
 
 import itertools
@@ -43,7 +44,7 @@ MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one ba
 @dataclass(frozen=True)
 class Setting:
     """The decode requests whose errors are measured, and the cache that stores their K and V. Dtypes are names of
-    `lab.ranges.DTYPES`. Raises ValueError for an unknown name, and a number out of range.
+    `lab.ranges.DTYPES`. Raises ValueError for an unknown name and for a number out of range.
     """
 
     kv: str  #: dtype of the cache
@@ -70,8 +71,8 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests before K and V are quantised: query [requests, group, head_dim], float32 keys and values [requests,
-    keys, head_dim], and the factor of Q·K^T.
+    """Decode requests before quantisation: query [requests, group, head_dim], float32 keys and values [requests, keys,
+    head_dim], and the scale of Q·K^T.
     """
 
     query: Tensor
@@ -84,7 +85,7 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests until their outputs have `elements` elements, or their tensors `MOST_DRAWN` numbers."""
+    """Yield batches of random requests until their outputs have `elements` elements, or their inputs `MOST_DRAWN` elements."""
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -102,9 +103,11 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield the last query row and the keys in its window of each request and K/V head of the decode and context calls,
-    without sinks. Raises ValueError if a call cannot be read, or its cache is quantised, so that the original K and V are
-    not known.
+    """Yield one decode request per request and K/V head of the recorded decode and context calls: its last query row, and the
+    keys in the row's window. Sinks are ignored.
+
+    Raises:
+        ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
     """
     for case in cases:
         if case.interface not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
@@ -122,7 +125,7 @@ def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequest
 
 
 def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
-    """Return the arguments of FlashInfer's decode call for requests whose K and V are stored in the setting's cache."""
+    """Store the K and V of requests in the setting's cache, and return the arguments of FlashInfer's decode call for them."""
     (count, keys, _), device = requests.keys.shape, requests.query.device
     pages = -(-keys // PAGE_SIZE)
     sides = (pad(side, (0, 0, 0, pages * PAGE_SIZE - keys)) for side in (requests.keys, requests.values))
@@ -143,7 +146,7 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return (K or V as the setting's cache stores it, for NVFP4 with its scale factors; scale of the cache)."""
+    """Return (K or V in the dtype of the setting's cache, followed by the scale factors of NVFP4; the scale of the cache)."""
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
@@ -161,7 +164,7 @@ def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any
 
 
 def over(got: Tensor, want: Tensor, atol: float, rtol: float) -> Tensor:
-    """Return which elements exceed a tolerance as in torch.testing.assert_close: `|got - want| > atol + rtol * |want|`."""
+    """Return which elements exceed a tolerance, as in torch.testing.assert_close: |got - want| > atol + rtol * |want|."""
     return (got - want).abs() > atol + rtol * want.abs()
 
 
@@ -172,13 +175,17 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel`, a function with the arguments of
-    FlashInfer's decode call, for the setting's cache. `atol` and `rtol` are the tolerance of a test.
+    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel` for requests in the setting's cache.
 
-    Returns the fields of the setting and these numbers: `vectors` is the number of output vectors. `quantisation`, `kernel`
-    and `bound` are medians over vectors of the quantisation error, of the control's error and of the judge's bound.
-    `quantisation_over` and `kernel_over` are the shares of the elements in which the first two errors exceed the tolerance.
-    With a kernel, `given` is its median error, and `given_worst` its largest ratio of error to bound.
+    Args:
+        atol, rtol: the tolerance of a test.
+        kernel: a function with the arguments of FlashInfer's decode call.
+
+    Returns the fields of the setting, and
+        vectors: the number of output vectors.
+        quantisation, kernel, bound: medians over vectors of the quantisation error, the control's error and the judge's bound.
+        quantisation_over, kernel_over: the shares of the elements in which the first two errors exceed the tolerance.
+        given, given_worst: the median error of `kernel`, and its largest ratio of error to bound; absent without `kernel`.
     """
     call, original, truth = _solved(requests, setting)
     control = truth.compare(truth.control)
@@ -195,7 +202,7 @@ def budget(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdict on a failed test, as `explain` returns it."""
+    """The verdict on a failed test, with the reason and the numbers on which it is based."""
 
     verdict: str  #: "noise", "bug" or "cannot be told"
     reason: str
@@ -218,13 +225,24 @@ def explain(
 ) -> Explanation:
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
-    The control is computed for the requests in `batches` (the simulation), with values as in the test. A mismatch is an
-    element that exceeds the test's tolerance. The verdict is "bug" if the largest difference (`off_by`) exceeds what the
-    judge allows for a vector whose whole error is in one element; or if `mismatched` or more mismatches have a probability
-    below `LEVEL` even for a kernel whose vectors all have errors as large as their bounds. It is "noise" if both the
-    mismatches and the largest difference have a probability of at least `LEVEL` in the simulation. Otherwise it is "cannot
-    be told". `against`: how the test computed its expected result, one of `AGAINST`. Raises ValueError if the numbers
-    contradict each other.
+    The control (a right kernel) is simulated for the requests in `batches`, whose values are distributed like the test's. A
+    *mismatch* is an element that exceeds the test's tolerance. The verdict is
+
+        "bug"             if the largest difference (`off_by`) exceeds what the judge allows even if all the error of a vector
+                          is in one element; or if so many mismatches have a probability below `LEVEL` even for a kernel
+                          whose errors are as large as the judge's bounds
+        "noise"           if in the simulation the number of mismatches and the largest difference each have a probability
+                          of at least `LEVEL`
+        "cannot be told"  otherwise
+
+    Args:
+        mismatched, elements: the numbers of mismatches and of all elements in the failed test.
+        atol, rtol: the tolerance of the test.
+        off_by: the largest |got - want| of the test, if it is known.
+        against: how the test computed its expected result, one of `AGAINST`.
+
+    Raises:
+        ValueError: the numbers contradict each other.
     """
     if not 1 <= mismatched <= elements:
         raise ValueError(f"{mismatched:,} mismatched of {elements:,} elements: at least 1, and at most all")
@@ -262,8 +280,9 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return four tensors [requests], and the number of elements of all: mismatches of the control, and of a kernel whose
-    errors equal the judge's bound; the control's largest difference, and the largest that the judge allows.
+    """Return tensors [requests] and the number of simulated elements. The tensors are: mismatches of the control; mismatches of
+    a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference that the judge
+    allows.
     """
     parts, simulated = [], 0
     for requests in batches:
@@ -281,7 +300,8 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability of `count` or more events in a test, estimated from a simulation whose requests had `counts`.
+    """Return the probability that a test of `elements` elements has `count` or more events, such as mismatches. It is estimated
+    from a simulation with `simulated` elements, in which `counts` [requests] has the events of each request.
 
     This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940). Events of one request are not
     independent, so both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated

@@ -1,4 +1,4 @@
-"""The exit statuses of the lab's commands, and the signals that end them."""
+"""Define the exit statuses of the lab's commands, and the signals that end a command."""
 
 import enum
 import signal

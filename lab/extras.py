@@ -1,4 +1,4 @@
-"""The pip extras that install packages for parts of the lab. This module imports only the standard library."""
+"""Name the pip extra that installs each optional package. This module imports only the standard library."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -27,16 +27,14 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise ModuleNotFoundError, which names `part` and the pip extra, unless these packages are installed. None is
-    imported.
-    """
+    """Raise ModuleNotFoundError if a package that `part` needs is not installed. The message names the pip extra."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(sentence(part, missing), name=missing[0])
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Return a sentence that names a part of the lab, the packages that it lacks, and the pip command that installs them."""
+    """Return a sentence that names a part of the lab, the packages that it needs, and the pip command that installs them."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

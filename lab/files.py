@@ -1,4 +1,4 @@
-"""Write files atomically, and read JSON files, which may be damaged. This module imports only the standard library."""
+"""Write files atomically, and read JSON files that may be damaged. This module imports only the standard library."""
 
 import errno
 import gzip
@@ -17,8 +17,10 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` atomically, in UTF-8 with escapes for halves of surrogate pairs, compressed if the name ends in ".gz".
-    Missing folders are created; a symbolic link's target is written. Raises OSError with the file's name; an old file stays.
+    """Write a text to a file atomically, in UTF-8. The file is compressed if its name ends in ".gz".
+
+    Missing folders are created. A symbolic link stays, and its target is written. Characters that UTF-8 cannot encode (halves
+    of surrogate pairs) are escaped. Raises OSError with the file's name; then an old file is not changed.
     """
     target = Path(os.path.realpath(path))  # which raises nothing for a link to itself
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -41,14 +43,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def regular(path: Path) -> Path:
-    """Return the path. Raise OSError unless it is a regular file; a pipe or a device may have no end."""
+    """Return the path. Raise OSError if it is not a regular file, because reading a pipe or a device may not end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
     return path
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file, decompressed if its name ends in ".gz". Raise OSError or ValueError for one that is damaged."""
+    """Read a JSON file, compressed if its name ends in ".gz". Raise OSError or ValueError if it is damaged or not readable."""
     content = regular(path).read_bytes()
     try:
         content = gzip.decompress(content) if path.suffix == COMPRESSED else content
@@ -70,7 +72,7 @@ def without_suffix(path: Path) -> Path:
 
 
 def state_of(path: Path | None) -> tuple[int, int, int] | None:
-    """Return the modification time (ns), size (bytes) and number (inode) of a file; None if there is no such regular file."""
+    """Return (modification time in ns, size in bytes, inode) of a file; None if it is not a regular file."""
     try:
         found = (path or Path()).stat()
     except OSError:

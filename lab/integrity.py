@@ -1,7 +1,7 @@
 """Detect whether a kernel has changed the functions and settings by which it is timed and judged.
 
-A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So those of the
-`WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards.
+A kernel runs in the same process as the judge, so it can replace functions, constants and settings of Python modules. Those of
+the `WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards.
 Writes of native code into the process's memory are not detected (docs/evidence/trust.md).
 """
 
@@ -81,14 +81,14 @@ ALLOWED = (
 
 
 class ChangedBindingsError(RuntimeError):
-    """A kernel changed functions or settings by which it is timed or judged, so all later times and verdicts are invalid."""
+    """A kernel changed functions or settings by which it is timed or judged. All later times and verdicts are invalid."""
 
 
 Held = tuple[str, Mapping[str, Any], str, Any]  # path, mapping that holds the name, name, object
 
 
 class Bindings:
-    """The functions, constants and settings that `bindings` recorded, each with a path such as "lab.ranges.dtype_of"."""
+    """A record of functions, constants and settings, each with a path such as "lab.ranges.dtype_of". See `bindings`."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._held, self._settings = held, dict(_settings())
@@ -111,7 +111,7 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed since the record, and no module or name was added."""
+        """Return True if nothing has changed since the record, and no module or name has been added."""
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class Bindings:
         return len([*_watched()]), *(len(each) for each in holders if each is not sys.modules)
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
+        """Return the paths of recorded objects and the names of settings that have changed. Added objects are not listed."""
         now = dict(_settings())
         is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
         return [
@@ -140,7 +140,7 @@ def in_words(changed: list[str]) -> str:
 
 
 def bindings() -> Bindings:
-    """Record the functions and settings by which kernels are timed and judged. Call it before a kernel is loaded."""
+    """Record the functions and settings by which kernels are timed and judged. Call this before a kernel is loaded."""
     held: list[Held] = []
     for name in WATCHED:
         importlib.import_module(name)
@@ -177,14 +177,14 @@ def _held_by(owner: str, holder: Any) -> list[Held]:
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions in a value: itself, or those inside a property, a method object, a partial or a wrapper."""
+    """Yield the Python functions in a value: the value itself, or those inside a property, a method, a partial or a wrapper."""
     if not isinstance(value, types.ModuleType):
         inner = (getattr(value, name, None) for name in ("fget", "fset", "__func__", "func", "__wrapped__"))
         yield from (each for each in (*inner, value) if isinstance(each, types.FunctionType))
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return the parts of a function that assignments can replace: its code, its defaults, and the functions in its closure."""
+    """Return what an assignment can replace in a function: its code, its default arguments, and functions in its closure."""
     keywords = (function.__kwdefaults__ or {}).items()
     held = map(_contents, function.__closure__ or ())
     cells = [each for each in held if isinstance(each, types.FunctionType)]
@@ -210,8 +210,10 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses of all recorded objects as bytes, which are equal if no object was replaced; None if one is gone.
-    No Python function is called per object, because this runs after every judged case.
+    """Return the addresses of all recorded objects as bytes, or None if one is gone. Equal bytes mean that no object was
+    replaced.
+
+    This runs after every judged case, so no Python function is called per object.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:
@@ -234,7 +236,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True for a list or dict of plain values. Other lists and dicts are caches and registries, which grow."""
+    """Return True for a list or dict of numbers, strings and so on (`PLAIN`). Lists and dicts of other objects may change."""
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
@@ -276,7 +278,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of the overloads that have kernels. TorchScript's overloads, as for two ints, have none."""
+    """Return the names of an operator's overloads that have kernels. Overloads of TorchScript, as for two ints, have none."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

@@ -1,8 +1,9 @@
-"""Speed up Triton's interpreter, and distinguish its limits and its errors with bf16 from errors of a kernel.
+"""Speed up Triton's interpreter, and tell errors that the interpreter causes from errors of a kernel.
 
-Triton 3.7 searches for the functions of `triton.language` at every call of a `@triton.jit` function, half of the time of a
-kernel with many helpers; here once per launch. It also computes each sum and product of integers again in 64 bits, for
-`device_assert`, and builds its table of NumPy dtypes for each lookup; no longer.
+Triton 3.7's interpreter searches for the functions of `triton.language` at every call of a `@triton.jit` function, which is
+half of the time of a kernel with many helpers. The lab makes this search once per launch. The lab also turns off two other
+costs: each sum and product of integers was computed again in 64 bits for `device_assert`, and a table of NumPy dtypes was built
+for each lookup.
 """
 
 import functools
@@ -19,7 +20,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """Wraps two functions of Triton's interpreter so that a launch patches each module's `triton.language` only once."""
+    """A replacement for two functions of Triton's interpreter that patches `triton.language` once per launch and module."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -34,7 +35,7 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch the module of `fn` unless this launch already did. Return the function that undoes it, or None."""
+        """Patch the module of `fn`, unless this launch has already done so. Return the function that undoes it, or None."""
         if self._modules is None:
             return self._patch_language(fn)
         if fn.__module__ in self._modules:
@@ -44,7 +45,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a version of `np_dtype_of` (Triton type to NumPy dtype) that caches its results by the element type's name."""
+    """Return a version of `np_dtype_of` (Triton type to NumPy dtype) that caches results by the name of the element type."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
@@ -57,7 +58,9 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Speed up Triton's interpreter, if it is imported, in a process of the lab's own: this changes functions of Triton."""
+    """Speed up Triton's interpreter, if it is imported, by replacing functions of Triton. Call this only in the lab's
+    processes.
+    """
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
         _change(interpreter)
@@ -90,7 +93,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """Which differences from a GPU the interpreter's operations on bf16 have had so far."""
+    """How the interpreter's results with bf16 have differed from a GPU's so far."""
 
     computes: bool = False  #: it computed on the bit patterns of bf16 values, which causes errors of any size
     truncates: bool = False  #: it truncated float32 to bf16 where a GPU rounds: errors of a few roundings
@@ -98,8 +101,9 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Record what the interpreter does with bf16 while the context is open. A kernel that converts to float32 before it
-    computes, and rounds before it converts to bf16, sets neither field.
+    """In the `with` block, record whether the interpreter's results with bf16 differ from a GPU's.
+
+    They do not if the kernel converts bf16 to float32 before it computes, and rounds before it converts to bf16.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -138,8 +142,8 @@ def _dtype_of(operand: Any) -> str:
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence about a limit of the interpreter, such as inline assembly or a function of `triton.language` that
-    was imported under another name, if it caused an error; "" if the kernel may be wrong.
+    """Return a sentence if an error was caused by a limit of the interpreter, such as inline assembly or a function of
+    `triton.language` that was imported under another name; "" if the kernel may be wrong.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause

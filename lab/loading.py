@@ -1,4 +1,4 @@
-"""Load an implementation by the name of its module or the path of its file, and name the file of its last report.
+"""Load an implementation by the name of its module or the path of its file.
 
 This module imports only the standard library.
 """
@@ -23,16 +23,16 @@ UNPACKAGED = "file "  # the name of a module whose file is in no package begins 
 
 
 class LoadError(ImportError):
-    """An implementation cannot be imported. The message has the reason, and the line of its code that raised the error."""
+    """An implementation cannot be imported. The message has the reason and the failing line of its code."""
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True for the KeyboardInterrupt of Ctrl-C; False in a worker, which ignores Ctrl-C: a kernel raised it."""
+    """Return True if Ctrl-C caused a KeyboardInterrupt. In a worker process, which ignores Ctrl-C, a kernel has raised it."""
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error that a kernel raised, or a substitute if `str` of the error raises another error."""
+    """Return the message of an error that a kernel raised, or a substitute if `str(error)` itself raises an error."""
     try:
         return str(error)
     except BaseException as other:
@@ -64,7 +64,7 @@ def load(name: str) -> Any:
 
 
 def check_source(name: str) -> None:
-    """Raise LoadError if the file of the implementation `name` is missing or is no Python. Import nothing."""
+    """Raise LoadError if the file of an implementation is missing or is not Python. Import nothing."""
     where = name.partition(":")[0]
     try:
         path = _file_named(where)
@@ -79,7 +79,7 @@ def check_source(name: str) -> None:
 
 
 def _file_named(where: str) -> Path | None:
-    """Return the file that a name without its attribute stands for; None for a module's name."""
+    """Return the path if the name is a file's, None if it is a module's. Raise FileNotFoundError if there is no such file."""
     path = Path(where)
     if not where.endswith(".py"):
         if "/" in where or path.is_file():
@@ -96,7 +96,7 @@ def _with_one_function(name: str, function: Any) -> SimpleNamespace:
 
 
 def module_of(path: Path) -> list[str]:
-    """Return the parts of the module name of the file `path`: the names of its packages, and its stem."""
+    """Return the parts of a file's module name: the names of its packages, and the file's name without suffix."""
     path = path.resolve()
     names, root = [path.stem], path.parent
     while (root / "__init__.py").exists():
@@ -105,7 +105,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return where `load` finds the implementation `name` if `folder` is the current folder: the file or top-level package."""
+    """Return the file or top-level package from which `load` would import `name` in the working directory `folder`."""
     where, _, attribute = name.partition(":")
     if where.endswith(".py"):
         return f"{os.path.abspath(folder / where)}:{attribute}"
@@ -115,8 +115,10 @@ def place_of(name: str, folder: Path) -> str:
 
 
 def last_report(kernel: str, part: str = "") -> Path | None:
-    """Return the path of the last report about a kernel, or about a `part` of it such as a check, in the user's cache; None if
-    the cache is not writable. The file's name has a digest of the kernel's place: two kernels may have one name.
+    """Return where the user's cache keeps the last report about a kernel; None if the cache is not writable.
+
+    `part` distinguishes reports about one kernel, such as those of different checks. The file's name contains a digest of the
+    kernel's location, because two kernels may have the same name.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:
@@ -134,7 +136,7 @@ def name_of(kind: type) -> str:
 
 
 def is_same_module(one: str, other: str) -> bool:
-    """Return True if two names of modules or files can mean the same file, such as my/kernel.py, my.kernel and kernel."""
+    """Return True if two names of modules or files can mean the same file, as my/kernel.py, my.kernel and kernel can."""
     parts = [
         Path(name).resolve().with_suffix("").parts if name.endswith(".py") else tuple(name.split("."))
         for name in (one, other)

@@ -1,4 +1,4 @@
-"""Bases for the lab's enums.
+"""Define the base classes of the lab's enums.
 
 This module imports only the standard library.
 """
@@ -15,7 +15,7 @@ class NamedEnum(Enum):
 
 
 class TextEnum(str, Enum):
-    """An enum whose members are equal to their texts. Further values in a member's declaration are passed to `__init__`."""
+    """An enum whose members are strings. Values after the string in a member's declaration are passed to `__init__`."""
 
     def __new__(cls, text: str, *_: Any) -> "TextEnum":
         member = str.__new__(cls, text)

@@ -1,4 +1,4 @@
-"""The names of what can be judged: checks, functions and profiles. The commands look them up before they import torch."""
+"""Name the checks, functions and profiles of the judge. The commands look these names up before they import torch."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ class AttentionCall(NamedEnum):
 
 
 class MetadataFunction(NamedEnum):
-    """A function of an engine that makes the metadata of attention calls from a batch of requests. The value is its name."""
+    """Functions of an engine that make the metadata of attention calls for a batch. The value is the function's name."""
 
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
@@ -54,7 +54,7 @@ INTERFACES: tuple[Interface, ...] = (*AttentionCall, *MetadataFunction)
 
 
 def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` (names by key) with this name, else raise ValueError. `kind` is its word for a key."""
+    """Return the key of `named` that has this name, else raise ValueError. `kind` is a noun for the keys, such as "check"."""
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each
@@ -62,13 +62,13 @@ def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str
 
 
 def check_name(text: str) -> str:
-    """Return the text. Raise ValueError if it is no key or name of a check. `function_name` and `profile_name` are alike."""
+    """Return the text if it is the key or name of a check, else raise ValueError."""
     of_name(text, {key: (key, name) for key, name in CHECKS.items() if key != BY_CALLS}, "check")
     return text
 
 
 def functions_named(names: Iterable[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names, such as "decode" or FlashInfer's name; all functions if there are no names."""
+    """Return the functions with these names: "decode" or FlashInfer's name. Without names, return all functions."""
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(of_name(name, named, "function") for name in names) or INTERFACES
 

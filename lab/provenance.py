@@ -1,4 +1,4 @@
-"""Describe the machine and the software of a recorded measurement: GPU, driver, clocks, versions and commit."""
+"""Describe the machine and the software on which something is measured: GPU, driver, clocks, versions and commit."""
 
 import importlib.metadata
 import os
@@ -17,7 +17,7 @@ NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv
 
 
 def environment() -> dict[str, Any]:
-    """Return a description of this machine and its software as JSON data; GPU fields are present only if there is a GPU."""
+    """Return a description of this machine and its software as JSON data. It has fields of the GPU only if there is one."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's git commit, with "-dirty" if files differ; else the variable `LAB_COMMIT`, else None."""
+    """Return the git commit of the lab's checkout, with "-dirty" if files differ; without a checkout, `LAB_COMMIT` or None."""
     here = str(Path(__file__).parent)
     if not output_of(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")

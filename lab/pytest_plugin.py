@@ -1,6 +1,8 @@
-"""The lab's pytest plugin: it makes one test for each check of each function of a kernel, and has a fixture for other tests.
+"""A pytest plugin that judges kernels: it makes one test per check and function of a kernel. It also has a fixture for other
+tests.
 
-pytest finds the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module imports no torch.
+pytest finds the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module does not import
+torch.
 """
 
 import argparse
@@ -25,7 +27,7 @@ TAKEN = "axes that a kernel takes"  # property in pytest's report of a test that
 
 @pytest.fixture(scope="session")
 def assert_close_to_reference() -> Callable[..., None]:
-    """Return `lab.references.assert_close_to_reference`, which checks a kernel's output against its call's arguments."""
+    """Return `lab.references.assert_close_to_reference`, which compares a kernel's output with the reference for its call."""
     from lab.references import assert_close_to_reference
 
     return assert_close_to_reference
@@ -102,7 +104,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _workers(name: str, config: pytest.Config) -> Any:
-    """Return a pool of one worker process, so that a crash of the kernel does not end pytest."""
+    """Return a pool with one worker process that loads a kernel. If the kernel crashes, pytest continues."""
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
     from lab.checks.run.refusals import Refusals
@@ -114,7 +116,7 @@ def _workers(name: str, config: pytest.Config) -> Any:
 
 
 class JudgedKernel(pytest.Collector):
-    """A pytest collector: the tests of one judged kernel, which has the functions `offered`."""
+    """A pytest collector that has the tests of one kernel: one for each check of each of its functions (`offered`)."""
 
     def __init__(self, *, ranges: Ranges, offered: list[Interface], **node: Any) -> None:
         super().__init__(**node)
@@ -142,7 +144,9 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: Interface) -> Ranges:
-        """Return the ranges that the options request; of a function that does not support most of them, those that it does."""
+        """Return the ranges of parameters on which a function is judged: those of the options, or only the supported values if
+        the function declines most cases.
+        """
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:
@@ -156,7 +160,7 @@ class JudgedKernel(pytest.Collector):
         return self._ranges[interface]
 
     def judge(self, check: str, interface: Interface, **how: Any) -> Any:
-        """Judge a function by one check. `how` are arguments of `lab.checks.judge` that replace the usual ones."""
+        """Judge a function by one check. `how` overrides arguments of `lab.checks.judge`."""
         from lab.checks import judge
 
         settings = {
@@ -189,11 +193,11 @@ class JudgedKernel(pytest.Collector):
 
 
 class NotRight(Exception):  # noqa: N818 - a verdict
-    """A kernel is wrong, or none of its cases could be judged. The message is the report."""
+    """A kernel is wrong, or none of its cases could be judged. The message is a summary of the report."""
 
 
 class CheckOfFunction(pytest.Item):
-    """A pytest item: the test that judges one function of a kernel by one check."""
+    """A pytest item that judges one function of a kernel by one check."""
 
     def __init__(self, *, check: str, interface: Interface, **node: Any) -> None:
         super().__init__(**node)
@@ -233,7 +237,7 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a line for each function that was judged only on the values that it supports, with these values as options."""
+    """Print the ranges of parameters of each function that was judged only on the values that it supports."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

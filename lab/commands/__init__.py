@@ -1,5 +1,5 @@
-"""Define the command `lab`. A module per group of subcommands parses options, calls a function of the lab and prints the
-result.
+"""Define the command `lab`. Each module defines some subcommands: it parses their options, calls functions of the lab and
+prints the results.
 
 Torch and other large packages are imported only when a command runs, so that help and completion are quick.
 """

@@ -56,7 +56,7 @@ def common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Make modules in the current folder importable, as `python -m` does. Typer calls this before each command."""
+    """Put the current folder on the module search path, as `python -m` does. Typer calls this before each command."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -1,4 +1,4 @@
-"""`lab bench`: run the benchmarks of the lab's checkout."""
+"""Define `lab bench`, which runs the benchmarks of the lab's checkout."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,8 @@ def bench(
     ] = "",
     calls: TimedCalls = None,
 ) -> None:
-    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, check the scenarios' results and time nothing.
+    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, only check that the results of the scenarios
+    are right.
 
     The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own, those of
     pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md).

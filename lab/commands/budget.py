@@ -1,6 +1,4 @@
-"""Define `lab budget`, which shows how large the rounding errors of quantised K/V caches and of right kernels are, and says
-whether the failure of a test is noise or a bug.
-"""
+"""Define `lab budget`, which shows rounding errors of K/V caches and kernels, or judges the failure of a test."""
 
 import re
 from dataclasses import replace
@@ -73,7 +71,8 @@ def budget(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show rounding errors of K/V caches and right kernels, and the judge's bound; or if a test's failure is noise or a bug.
+    """Show the rounding errors of K/V caches and of right kernels, next to the judge's bound; or say if a test's failure is
+    noise.
 
     With --mismatched and --elements, a test's failure is compared with simulated right kernels. Exit status: 0 noise, 1 bug,
     125 undecided.

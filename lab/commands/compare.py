@@ -82,10 +82,11 @@ def releases(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show in which releases of a package each known failure (finding) is present, absent or "not reachable" (its cases have no
-    result), and the changes between consecutive releases.
+    """Show which known failures (findings) of kernels are present in each release of a package, and the changes between
+    releases.
 
-    Exit status: 125 if the reports have different settings.
+    A finding is "not reachable" in a release if none of its cases has a result there. Exit status: 125 if the reports have
+    different settings.
     """
     refuse_unreadable("not compared", *reports)
     from lab.reports.releases import releases_report
@@ -119,7 +120,7 @@ def ab(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Compare two kernels, or two settings, on this GPU, with interleaved samples in one process.
+    """Compare the times of two kernels, or of two scenarios, on this GPU. The samples are interleaved in one process.
 
     Exit status: 1 if the second side is SLOWER; 3 if a time is refused because a result is wrong, it is shorter than the GPU
     can reach, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.

@@ -51,7 +51,7 @@ def invariance(
     markdown: Markdown = None,
     **narrowed: Any,
 ) -> None:
-    """Show which bits of a kernel's outputs depend on the batch size, the position in the batch, the workspace and so on.
+    """Show whether the bits of a kernel's outputs depend on the batch size, the position in the batch, the workspace and so on.
 
     Exit status: 1 if a result is wrong, or if a factor of --require changes a bit or was not tried.
     """

@@ -1,4 +1,4 @@
-"""Define `lab judge`, which checks whether a kernel is right, and `lab merge`, which unites reports of parts of a run."""
+"""Define `lab judge`, which checks whether a kernel is right, and `lab merge`, which unites the reports of shards of a run."""
 
 import os
 import re
@@ -211,7 +211,7 @@ def judge(
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Call `judge_once`, again after each change of a watched file until Ctrl-C. End the command with the last exit status."""
+    """Judge once, or again after each change of a watched file until Ctrl-C. End the command with the last exit status."""
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
@@ -239,7 +239,7 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
-    """Judge one case of a report again, with the implementation of the report if `name` is None, and print the verdict."""
+    """Judge one case of a report again and print the verdict. A `name` of None stands for the report's implementation."""
     from lab.checks.record import read_case, read_record
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
@@ -336,7 +336,7 @@ def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield 0, and 1, 2 and so on after each change of the file."""
+    """Yield 0, then 1, 2 and so on, each after a change of the file. Without a file, yield only 0."""
     number, seen = 0, state_of(file)
     yield number
     while file is not None:

@@ -4,8 +4,9 @@ from lab.commands.options import ProfileKey, prepare_machine
 
 
 def checks(profile: ProfileKey = None) -> None:
-    """List the judge's checks: key, name, and the defects that each check finds. With --profile, list what an engine sends: the
-    values of each parameter, and where the engine's code passes them.
+    """List the judge's checks: key, name, and the defects that each check finds.
+
+    With --profile, list the values of each parameter that an engine sends, and the lines of the engine's code that send them.
     """
     from lab.checks.parameters.profiles import profile_named
     from lab.checks.properties import checks as catalogue
@@ -26,9 +27,7 @@ def checks(profile: ProfileKey = None) -> None:
 
 
 def implementations() -> None:
-    """List the implementations of FlashInfer's calls: the package, the calls, and the kernel that runs here or the missing
-    requirement.
-    """
+    """List the implementations of FlashInfer's calls, and for each call the kernel that runs here, or what it lacks."""
     import torch
 
     from lab.gpus import capability_of

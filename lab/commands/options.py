@@ -1,4 +1,4 @@
-"""Define the options that several commands share, and functions that end a command with a message."""
+"""Define the options that several commands share, and functions that end a command with an error message."""
 
 import inspect
 import itertools
@@ -23,13 +23,13 @@ RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
-    """Print a sentence to stderr, cut if it quotes too much, and end the command: raise typer.Exit with `status`."""
+    """Print an error message to stderr, cut to `SHOWN_CHARACTERS`, and end the command: raise typer.Exit with `status`."""
     typer.echo(f"lab: {shortened(printable(sentence), SHOWN_CHARACTERS)}", err=True)
     raise typer.Exit(status)
 
 
 def refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command with the message `sentence` if an option outside `allowed` was given, because it would be ignored."""
+    """End the command with the message `sentence` if an option that is not in `allowed` was given. It would be ignored."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -56,8 +56,8 @@ def list_option(
 ) -> Any:
     """Return an option that takes several values, separated by commas, and may be given several times.
 
-    `read` converts the text of a value; the message of its ValueError is shown. `default` is the text of the default values;
-    if it is None, an option that is not given is None.
+    `read` converts the text of one value. If it raises ValueError, its message is shown. `default` is the text of the default
+    values. If it is None, the default value is None.
     """
 
     def joined(lists: list[list[Any]] | None) -> list[Any] | None:
@@ -75,7 +75,7 @@ def list_option(
 
 
 def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option to a command for each field of `lab.ranges.Ranges`. The command gets their values as keyword arguments."""
+    """Add an option to a command for each field of `lab.ranges.Ranges`. The command gets the values as keyword arguments."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     ranges = itertools.starmap(_parameter, OPTIONS.items())
@@ -149,8 +149,10 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """If the block raises an error about recorded files, print "`what_failed`: message" to stderr and end the command: with
-    NOT_JUDGED if the files cannot be compared, else with MISUSED. A file may hold any JSON, and reading it raise any error.
+    """If the block fails to read or compare recorded files, print "`what_failed`: message" to stderr and end the command.
+
+    The exit status is NOT_JUDGED if the files cannot be compared, else MISUSED. The block may raise any of `lab.files.DAMAGED`,
+    because a file may contain any JSON.
     """
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
@@ -169,7 +171,7 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
 
 
 def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
-    """End the command with MISUSED if a file is no JSON. This is called before modules are imported that read what it holds."""
+    """End the command with MISUSED if a file is not JSON. Commands call this first, before slow imports."""
     for path in map(Path, paths):
         try:
             if not path.is_dir():
@@ -178,14 +180,14 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
             refuse(f"{what_failed}: {path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def one_call(recording: str, otherwise: str = "") -> Any:
-    """Return the `RecordedCase` of a recording with one call, else end the command. `otherwise` ends the message."""
+def one_call(recording: str, hint: str = "") -> Any:
+    """Return the recorded call that FOLDER or FOLDER#3 names. If the folder has several, end the command; `hint` is added."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():
         case, *others = recorded_cases(recording)
     if others:
-        refuse(f"{recording} has {1 + len(others)} calls: name one, such as {case.address}{otherwise}")
+        refuse(f"{recording} has {1 + len(others)} calls: name one, such as {case.address}{hint}")
     return case
 
 
@@ -198,9 +200,7 @@ def need_gpu() -> None:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """Turn on Triton's interpreter if kernels will run on the CPU. Triton reads this setting when it is imported. A `device` of
-    None is a GPU if there is one, else the CPU.
-    """
+    """Turn on Triton's interpreter if kernels will run on the CPU: if `device` is "cpu", or there is no GPU."""
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():

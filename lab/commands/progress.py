@@ -1,4 +1,4 @@
-"""Show the judge's progress: as a bar on a terminal; if the output is no terminal, as one line per minute."""
+"""Show the progress of the judge: a bar on a terminal, otherwise one line per minute."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +13,7 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that shows the progress after each verdict: it updates a bar on a terminal, and elsewhere prints a line
-    at most once per `LINE_INTERVAL_S`.
-    """
+    """Yield a function that shows a `Progress` of the judge: as a bar, or (not on a terminal) as a line once per minute."""
     from lab.checks.run.verdicts import BROKEN
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

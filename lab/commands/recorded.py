@@ -1,6 +1,4 @@
-"""Define `lab record`, which records the attention calls of a server, and `lab recorded`, which makes programs, issues and
-traces from recorded calls.
-"""
+"""Define `lab record`, which records a server's attention calls, and `lab recorded`, which makes files from them."""
 
 import json
 import math
@@ -46,7 +44,7 @@ def record(
 ) -> None:
     """Run a command, and record FlashInfer's attention calls in all its Python processes for `lab judge --calls`.
 
-    The command's exit status is returned. A file has only the pages of K and V that its call reads; it contains data of the
+    The exit status is that of the command. A file has only the pages of K and V that its call reads. It contains data of the
     users' requests.
     """
     from lab.recorded import start
@@ -68,7 +66,7 @@ def record(
 
 @recorded.callback()
 def about() -> None:
-    """Make files from calls that were recorded in an engine."""
+    """Write programs, issues and traces from calls that were recorded in an engine."""
 
 
 @recorded.command()
@@ -82,9 +80,10 @@ def shrink(
     ] = False,
     synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
 ) -> None:
-    """Find the smallest call with the error of a recorded call, and write a program that makes it with FlashInfer alone.
+    """Find the smallest call that is wrong like a recorded call, and write a program that makes this call with FlashInfer
+    alone.
 
-    Ctrl-C ends the search: the smallest call that was found until then is written.
+    Ctrl-C ends the search. Then the smallest call that was found so far is written.
     """
     case = one_call(recording)
     with refusing_errors():
@@ -136,7 +135,7 @@ def scenario(
     recording: Recording,
     out: Annotated[Path, Option(dir_okay=False, help="the trace, in Mooncake's format")] = Path("trace.jsonl"),
 ) -> None:
-    """Write the lengths of recorded requests as a trace, from which scenarios like decode/llama-3.1-8b/trace8 take batches."""
+    """Write the lengths of recorded requests as a trace. Scenarios such as decode/llama-3.1-8b/trace8 take batches from it."""
     from lab.files import write_text
     from lab.recorded.case import recorded_cases, traced_requests
     from lab.workloads.traces import as_mooncake

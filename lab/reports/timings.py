@@ -56,9 +56,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Return matplotlib figures by file name: for each clock a roofline plot, and a plot of times over the least possible
-    times.
-    """
+    """Return matplotlib figures by file name: for each clock a roofline plot, and a plot of times over least possible times."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn = {}
