@@ -1,7 +1,8 @@
 """Kernels under test: FlashInfer's (`trtllm`), portable Triton kernels (`portable`) and other projects' kernels (`peers`).
 
-Their functions have FlashInfer's names. `serving` has the Triton kernels that write metadata. Importing this package imports
-none of these modules, because each has its own heavy dependency.
+The functions of these three packages have the names and arguments of FlashInfer's functions. `serving` has Triton kernels that
+write page tables, lengths and K/V lists. Importing `lab.kernels` imports none of these packages, because each has its own heavy
+dependency.
 """
 
 import functools
@@ -42,12 +43,12 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """A wrapper of an implementation whose functions read lengths on the host: with it, `prepare` reads them once, not in each
+    """Wrap an implementation that has functions `plan_<name>`, so that `lab.kernels.prepare` reads lengths once and not in each
     run.
 
-    Such an implementation has, in addition to `<name>`, `plan_<name>` with the same arguments, which reads lengths and page
-    tables once and returns a function that runs the call. This class offers it as `prepare_<name>`. Lengths, numbers of rows
-    and page ids must not change between runs; they do not change between the layers of one forward pass.
+    `plan_<name>` takes the arguments of `<name>`, reads lengths and page tables on the host, and returns a function that runs
+    the call. This class offers it under the name `prepare_<name>`. Lengths, numbers of rows and page ids must not change
+    between runs of the returned function; they do not change between the layers of one forward pass.
     """
 
     def __init__(self, implementation: Any) -> None:
@@ -69,15 +70,17 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
     If the implementation has `prepare_<name>`, that function checks the arguments and allocates memory once, and a run only
     launches kernels. Otherwise each run does the whole work of `<name>`.
 
-    The returned function keeps the given tensors, not copies. Their contents may change from run to run. Addresses, shapes,
-    strides, host numbers and bounds are read at the preparation only. Scratch, workspaces and derived tables of the call belong
-    to the stream on which it was prepared: run the call on that stream. A CUDA graph that captured the call uses this memory:
-    keep the returned function as long as the graph. A call that was prepared during a capture may run only inside that graph.
+    The returned function keeps the given tensors, not copies. The contents of the tensors may change from run to run.
+    Addresses, shapes, strides and numbers on the host, such as `max_seq_len`, are read at the preparation only. Scratch memory,
+    workspaces and page tables that the preparation allocates belong to the stream on which the call was prepared: run the call
+    on that stream. A CUDA graph that captured the call uses this memory: keep the returned function as long as the graph. A
+    call that was prepared during a capture may run only inside that graph.
 
     Raises:
         AttributeError: the implementation has no such function.
         NotImplementedError: an argument differs from FlashInfer's default, and the function has no such parameter.
-        Exception: `prepare_<name>` raises it for these arguments. Without `prepare_<name>`, the first run raises it.
+        Exception: any error that the implementation raises for these arguments; without `prepare_<name>`, the first run raises
+            it.
     """
     prepare_it = getattr(implementation, f"prepare_{name}", None)
     if prepare_it is not None:

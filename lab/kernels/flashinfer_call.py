@@ -1,4 +1,6 @@
-"""What the adapters of installed packages share: entry points, functions and signatures, workspaces, contiguous page tables."""
+"""Code that the adapters of FlashInfer and of other packages use: entry points, look-ups of installed functions, workspaces and
+page tables.
+"""
 
 import functools
 import importlib
@@ -29,18 +31,14 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A prepared call (`lab.kernels.prepare`) of an installed package. Calling this object calls the package's function.
-
-    Attributes:
-        refreshes: functions that each run calls before `function`. Each computes one of the arguments from the contents of
-            other tensors, such as a contiguous page table.
-        returned: the result of each run; None: a run returns the result of `function`.
-    """
+    """A prepared call (`lab.kernels.prepare`) of an installed package. Calling this object calls the package's function."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    refreshes: tuple[Refresh, ...] = ()
-    returned: Any = None
+    refreshes: tuple[
+        Refresh, ...
+    ] = ()  # run before `function`; each computes an argument, such as a contiguous page table
+    returned: Any = None  # the result of each run; None: the result of `function`
 
     def __call__(self) -> Any:
         for refresh in self.refreshes:
@@ -50,21 +48,24 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return the prepared form of a call without query rows, which launches no kernel."""
+    """Return a prepared call that launches no kernel. A run returns `returned(out, lse)`, for the output and LSE tensors of
+    `problem`.
+    """
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def entries(
     kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready], kernel: Kernel | None = None
 ) -> tuple[Callable[..., Any], ...]:
-    """Return `<kind>_<name>`, which prepares a call of FlashInfer's function `<name>`, and `<name>`, which prepares and runs
-    it.
+    """Return two functions: `<kind>_<name>` prepares a call of FlashInfer's function `<name>`, and `<name>` prepares the call
+    and runs it.
 
     Args:
-        kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and tables (`lab.kernels.PlannedOnce`).
-        make_ready: takes a call that has query rows and its checked arguments (the problem), and returns a function that runs
-            the call any number of times. Its docstring is that of both functions.
-        kernel: the kernel that must support the call; None: `make_ready` checks this.
+        kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and page tables
+            (`lab.kernels.PlannedOnce`).
+        make_ready: takes a call that has query rows, and the call's checked arguments. It returns a function that runs the call
+            any number of times. Both returned functions have its docstring.
+        kernel: the kernel that must support the call; None: `make_ready` checks the support.
     """
 
     @functools.wraps(make_ready)
@@ -97,7 +98,7 @@ def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """Return the installed FlashInfer's function. Raise NotImplementedError unless it takes exactly these keywords."""
+    """Return a function of the installed FlashInfer. Raise NotImplementedError unless it takes exactly these keywords."""
     function, signature = installed(module, name)
     try:
         signature.bind(**dict.fromkeys(keywords))
@@ -111,7 +112,9 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return the installed FlashInfer's function or class and its signature. Raise NotImplementedError if there is none."""
+    """Return a function or class of the installed FlashInfer, and its signature. Raise NotImplementedError if this FlashInfer
+    does not have it.
+    """
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
@@ -126,7 +129,9 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the changed arguments of a call that differ from their default: an older FlashInfer may not have all."""
+    """Return the arguments of a call, updated by `changes`, without those that equal FlashInfer's defaults: an older FlashInfer
+    may have no such parameter.
+    """
     defaults = _defaults(call.__class__)
 
     def is_default(name: str, value: Any) -> bool:
@@ -152,7 +157,9 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a contiguous page table, because FlashInfer's kernels ignore a table's strides, and what refreshes it."""
+    """Return a contiguous page table and the launches that copy `table` to it before each run; `table` itself and () if it is
+    contiguous. FlashInfer's kernels ignore the strides of a page table.
+    """
     if table.is_contiguous():
         return table, ()
     rows = torch.empty(table.shape, dtype=table.dtype, device=table.device)
@@ -160,8 +167,9 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's workspace after checking it; for None the lab's own of the device and the current stream, because streams
-    must not share semaphores. The call's kernel needs `statistics_bytes` of it for softmax statistics.
+    """Check the workspace of a call and return it. For None, return the lab's own workspace of the device and the current
+    stream: two streams must not share XQA's semaphores. `statistics_bytes` is the part of the workspace that the kernel needs
+    for softmax statistics.
     """
     if workspace is None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -185,19 +193,19 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's workspace of a device and stream handle, uint8: semaphores, which are 0, and scratch."""
+    """Allocate the lab's own workspace for one stream of a device, uint8: XQA's semaphores, which are 0, then scratch."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return a call's arguments for XQA: the checked workspace, and None for the counters, which only trtllm-gen uses."""
+    """Return the workspace argument of a call that runs XQA, and None for the counters, which only trtllm-gen uses."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
 def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments for workspace and counters of a call that runs trtllm-gen. Without the caller's counters, the first
-    bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero a buffer in each call.
+    """Return the arguments for workspace and counters of a call that runs trtllm-gen. If the caller gives no counters, the
+    first bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero a buffer in each call.
     """
     # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
@@ -210,8 +218,8 @@ def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
 
 
 def takes_counters() -> bool:
-    """Return True if trtllm-gen's counters have a buffer of their own. Releases such as 0.6.13
-    (`trtllm_fmha_kernel_launcher.cu`) use the first 8 MiB of the workspace, which must be zero.
+    """Return True if the installed FlashInfer has a parameter for trtllm-gen's counters. Releases such as 0.6.13
+    (`trtllm_fmha_kernel_launcher.cu`) use the first 8 MiB of the workspace as counters, which must be zero.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
@@ -233,12 +241,12 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace after the semaphores, uint8, in which a kernel may leave any contents."""
+    """Return the bytes of a call's workspace after XQA's semaphores, uint8. A kernel may leave any contents in them."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured, in which memory that later calls use must not be allocated."""
+    """Raise RuntimeError while a CUDA graph is captured: memory that later calls use must not be allocated inside the graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

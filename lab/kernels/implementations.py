@@ -25,21 +25,18 @@ IMPLEMENTATIONS = (
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether one function of an implementation can run on one machine.
-
-    Attributes:
-        kernels: names of the kernels that run the function on this machine; () if none does.
-        why_not: a sentence that says why the function cannot run there; None if it can.
-    """
+    """Whether one function of an implementation can run on one machine."""
 
     implementation: Implementation
     function: AttentionCall
-    kernels: tuple[str, ...]
-    why_not: str | None
+    kernels: tuple[str, ...]  # names of the kernels that run the function on this machine; () if none does
+    why_not: str | None  # a sentence that says why the function cannot run there; None if it can
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield an `Availability` for each function of each implementation, without importing a package. None: no GPU."""
+    """Yield an `Availability` for each function of each implementation, without importing a package. `capability` is (major,
+    minor) of the GPU; None: no GPU.
+    """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
         if not each.kernels:

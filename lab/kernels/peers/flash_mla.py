@@ -1,13 +1,12 @@
 """FlashMLA's sparse kernel for SM90 under the name of the MLA decode call, for calls that select entries for each row.
 
-The kernel is the bf16 one of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill: it does not split a row's entries among
-programs, so that few rows leave most of a GPU idle. FlashMLA's own sparse decode kernel reads packed entries of 656 bytes,
-which the lab does not model. The package is the fork that SGLang 0.5.23 uses, with the kernels for SM90 under the name
-"legacy".
+The kernel is the bf16 kernel of `flash_mla_sparse_fwd`, which DeepSeek wrote for prefill: one program reads all entries of a
+row, so that few rows leave most of a GPU idle. FlashMLA's own sparse decode kernel reads packed entries of 656 bytes, which the
+lab does not model. The package is the fork that SGLang 0.5.23 uses, in which the kernels for SM90 have the name "legacy".
 
-A small launch writes the number of columns of each row before each call. The kernel reads whole 128 columns: a table of another
-width is copied. The kernel has no `out`: its result is copied, and a call's time includes the copy. Its LSE is a natural
-logarithm without the sink, and +inf for a row without entries.
+A small launch before each call writes how many columns of the table of selected entries each row uses. The kernel reads 128
+columns at a time: a table whose width is no multiple of 128 is copied. The kernel has no `out`: its result is copied, and the
+time of a call includes the copy. The kernel's LSE is a natural logarithm without the sink, and +inf for a row without entries.
 """
 
 import math
@@ -74,8 +73,9 @@ def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
-    """Write to `columns`, int32 [num_rows], how many columns of the table of selected entries each row uses: its number in
-    `sparse_mla_top_k_lens`, or its position + 1, clamped to 0 and the number of columns. The host reads no length.
+    """Write to `columns`, int32 [num_rows], how many columns of the table of selected entries each query row uses: the row's
+    number in `sparse_mla_top_k_lens` if the call has it, else the row's position + 1, and at most all columns. The host reads
+    no length.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

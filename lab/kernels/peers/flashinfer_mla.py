@@ -1,8 +1,8 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call, for GPUs without an MLA kernel of
 trtllm-gen or XQA.
 
-The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
-backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+The module's functions run FA3 on SM90 and FA2 on other GPUs. The module's attributes `fa2` and `fa3` have the same functions
+for one backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 from typing import Any
@@ -19,7 +19,6 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> PreparedCall:
-    """FlashInfer's planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     wrapper_type, _ = installed("flashinfer.mla", WRAPPER)

@@ -1,8 +1,9 @@
 """FlashInfer's decode and prefill wrappers (FA2, FA3) over a paged cache, under the names of the decode and context calls.
 
-`BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 does.
-`BatchPrefillWithPagedKVCacheWrapper` serves all other calls. The module's functions run FA3 on SM90 and FA2 on other GPUs. Its
-attributes `fa2` and `fa3` have the same functions with one backend, as in `lab judge lab.kernels.peers.flashinfer_paged:fa2`.
+`BatchDecodeWithPagedKVCacheWrapper` serves decode calls with one row per request, without mask and sinks. It uses tensor cores
+where SGLang 0.5.23 does. `BatchPrefillWithPagedKVCacheWrapper` serves all other calls. The module's functions run FA3 on SM90
+and FA2 on other GPUs. The module's attributes `fa2` and `fa3` have the same functions for one backend, as in `lab judge
+lab.kernels.peers.flashinfer_paged:fa2`.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call, for GPUs without trtllm-gen.
 
-The module's functions run FA3 on SM90 and FA2 on other GPUs. Its attributes `fa2` and `fa3` have the same functions with one
-backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`.
+The module's functions run FA3 on SM90 and FA2 on other GPUs. The module's attributes `fa2` and `fa3` have the same functions
+for one backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools

@@ -1,13 +1,13 @@
 """torch's `flex_attention` over a paged cache, under the names of FlashInfer's decode and context calls.
 
-The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks a token's position in its
-request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). If all
+The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks up a token's position in
+its request in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). If all
 requests have the same number of rows, each request is a batch entry. Otherwise all rows are one sequence, and a block of rows
 reads the pages of each request that has rows in it.
 
 On a GPU `plan_<name>` compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results
-are copied. On a CPU nothing is compiled, and the whole matrix of scores is computed. The weight of a hidden key is 0, so that
-NaN in its value reaches the output: the judge's check K4 (poison) reports it.
+are copied. On a CPU nothing is compiled, and torch computes the scores of all keys of the pool. The weight of a hidden key is
+0, so that NaN in its value reaches the output: the judge's check K4 (poison) reports it.
 """
 
 import functools
@@ -42,8 +42,8 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
     """Plan a decode or context call: make its block lists and compile. `lab.calls.DecodeCall` and `ContextCall` document
     parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
-    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`), a CUDA
-    graph is being captured, or a request has a page twice.
+    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`), if a
+    CUDA graph is being captured, or if a request has a page twice.
     """
     out, lse = problem.results()
     rows = _rows_of(problem)
@@ -111,17 +111,12 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row, int32 [batch entries, rows of an entry] each.
-
-    Attributes:
-        first, last: the first and last position that each row may see; 0 and -1 for padding rows.
-        whole_to: the last position before the draft mask applies; `last` without a mask.
-    """
+    """The request and the visible positions of each query row. Each field is int32 [batch entries, rows of an entry]."""
 
     request: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    whole_to: torch.Tensor
+    first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows
+    last: torch.Tensor  # position of the last key that a row may see; -1 for padding rows
+    whole_to: torch.Tensor  # position of the last key that no draft mask hides; `last` without a mask
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, self.request.shape)
@@ -143,7 +138,9 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask` of a call. The mask function is not called for full blocks, which every row sees."""
+    """Return torch's `BlockMask` of a call. For full blocks, in which every row sees every key, torch does not call the mask
+    function.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     num_entries, num_rows = rows.request.shape
@@ -175,7 +172,9 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return the index of each page of the pool in each request's page table, int32 [batch_size, num_pages]; else -1."""
+    """Return, int32 [batch_size, num_pages], the column of each page of the pool in each request's page table; -1 for a page
+    that the request does not have.
+    """
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)
@@ -190,13 +189,17 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lists of `BlockMask` for bool [entries, 1, blocks, pages]: numbers, and page ids with the True ones first."""
+    """Return two of `BlockMask`'s tensors for bool [entries, 1, blocks, pages]: how many pages of each block are True, and all
+    page ids, those of True pages first.
+    """
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the mask function: it takes (batch entry, head, row of the entry, index of the token in the pool)."""
+    """Return the mask function of `BlockMask`. It takes (batch entry, head, row of the entry, index of the token in the pool),
+    and returns True if the row sees the token.
+    """
     page_size = problem.page_size
 
     def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Functions of installed packages, checked against their real signatures before they are called."""
+"""Look up functions of installed packages, and check their signatures before they are called."""
 
 import functools
 import importlib
@@ -14,11 +14,12 @@ from lab.extras import require
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return the function `name` after checking that it takes exactly `keywords`; empty: unchecked. Errors name `part`, which
-    needs it, and `written_for`, the release for which the lab was written.
+    """Return the function `name` after checking that it takes exactly `keywords`; with empty `keywords` the signature is not
+    checked. Error messages name `part`, the module that needs the function, and `written_for`, the release for which the lab
+    was written.
 
     Raises:
-        ModuleNotFoundError: the package or a package that it needs is not installed.
+        ModuleNotFoundError: the package, or a package that it imports, is not installed.
         TypeError: the installed release lacks the function or a parameter, or requires a parameter that is not passed.
     """
     package = name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""FlashInfer's own wrappers, which plan on the host from the lengths, under the names of its TRT-LLM calls."""
+"""FlashInfer's own wrappers under the names of its TRT-LLM calls. The wrappers plan on the host from the lengths."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -39,10 +39,12 @@ class PlannedWrapper:
 
 
 def live_pages(problem: PagedAttention) -> tuple[torch.Tensor, ...]:
-    """Return, int32, each request's number of keys, where its pages begin in the list of page ids, this list, on the device,
-    and the number of tokens in its last page.
+    """Return what FlashInfer's wrappers plan from, int32: the number of keys of each request, where the page ids of each
+    request begin in the list of all page ids, this list (on the device), and the number of tokens in the last page of each
+    request.
 
-    That is `page_size` for a request without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+    A request without pages has `page_size` tokens in its last page, so that FlashInfer's (pages - 1) * page_size +
+    last_page_len is 0.
     """
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]

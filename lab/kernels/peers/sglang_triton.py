@@ -1,7 +1,7 @@
 """SGLang's Triton attention under the names of FlashInfer's decode and context calls.
 
 The installed SGLang is imported at the first call; the lab is written for 0.5.23. A call with one row per request runs
-`decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
+`decode_attention_fwd`, which splits keys among programs and merges their results. All other calls run
 `extend_attention_fwd_unified`, which reads all keys from the pool. `extend_attention_fwd` and `verify_splitkv_fwd` are not
 used, because they take the new tokens' keys as separate tensors. `plan_<name>` makes lists of tokens and numbers of splits once
 for all layers of a pass, as SGLang does (`TritonAttnBackend` in `sglang/srt/layers/attention/triton_backend.py`).
@@ -37,10 +37,10 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
+    `workspace_buffer` is not used.
 
-    Raises NotImplementedError with the reason if the kernels do not support the call (`lab.kernels.support.why_not`), a CUDA
-    graph is being captured, or a row sees no key, TypeError if the installed function takes other arguments. `workspace_buffer`
-    is not used.
+    Raises NotImplementedError with the reason if the kernels do not support the call (`lab.kernels.support.why_not`), if a CUDA
+    graph is being captured, or if a row sees no key. Raises TypeError if the installed function takes other arguments.
     """
     out, _ = problem.results()
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
@@ -77,7 +77,9 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if at least one row sees no key. `shown` is the draft mask, bool [batch_size, q_len, q_len]."""
+    """Return True if at least one query row sees no key, under the draft mask `shown`, bool [batch_size, q_len, q_len], and the
+    window.
+    """
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
     row = torch.arange(q_len, device=shown.device)
@@ -90,7 +92,9 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 def _token_lists(
     problem: PagedAttention, starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [batch_size + 1], where each request's tokens begin in the list, and the list, int64 indices in the pool."""
+    """Return where each request's tokens begin in a list of tokens, int32 [batch_size + 1], and the list, int64: the index in
+    the pool of `counts[i]` tokens of request i, from position `starts[i]` on.
+    """
     device, page_size = problem.query.device, problem.page_size
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     requests = torch.repeat_interleave(

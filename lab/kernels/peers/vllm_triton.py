@@ -1,8 +1,8 @@
 """vLLM's Triton attention, `unified_attention`, under the names of FlashInfer's decode and context calls.
 
-The installed vLLM is imported at the first call; the lab is written for 0.33.0. A call is one launch, or two if vLLM splits the
-keys into 16 segments, for few requests with few rows. vLLM's `TritonAttentionMetadataBuilder` has the thresholds
-(`vllm/v1/attention/backends/triton_attn.py`).
+The installed vLLM is imported at the first call; the lab is written for 0.33.0. A call is one launch. For few requests with few
+rows vLLM splits the keys into 16 segments, and a call is two launches. vLLM's `TritonAttentionMetadataBuilder` has the
+thresholds (`vllm/v1/attention/backends/triton_attn.py`).
 """
 
 from functools import partial

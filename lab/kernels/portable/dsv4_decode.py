@@ -1,4 +1,4 @@
-"""FlashInfer's sparse MLA call of DeepSeek-V4 in Triton: the MLA decode kernel, which reads selected entries of two pools."""
+"""FlashInfer's sparse MLA call of DeepSeek-V4 in Triton: the MLA decode kernel with entries selected from two pools."""
 
 from lab.calls import DSV4DecodeCall, takes
 from lab.kernels.portable.kept_calls import kept_at_once
@@ -9,8 +9,8 @@ from lab.kernels.support.portable import PORTABLE_DSV4
 
 @takes(DSV4DecodeCall)
 def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Return a prepared call of DeepSeek-V4's attention, documented by `lab.calls.DSV4DecodeCall`; see also
-    `prepare_trtllm_batch_decode_with_kv_cache_mla`.
+    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors, and
+    `prepare_trtllm_batch_decode_with_kv_cache_mla` the rest.
     """
     return prepared_mla(PORTABLE_DSV4, call)
 

@@ -1,4 +1,6 @@
-"""Host code of the Gluon kernels for SM90, which serve calls bound by matrix products. Gluon is imported at a launch."""
+"""Host code of the Gluon kernels for SM90, which serve calls bound by matrix products. Gluon is imported when one of them is
+launched.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,17 +18,11 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of the paged Gluon kernel for one head_dim.
+    """The tiles of the paged Gluon kernel for one head_dim."""
 
-    Attributes:
-        shares: tile of launches in which one block has all rows of a request and several programs divide its keys.
-        windows: tile of launches in which a program reads all keys of its rows, in a window of fewer than `few_keys` keys.
-        blocks: tile of all other launches.
-    """
-
-    blocks: HopperTile
-    windows: HopperTile
-    shares: HopperTile
+    blocks: HopperTile  # for launches that are bound by matrix products
+    windows: HopperTile  # for windows of fewer than `few_keys` keys, in which a program reads all keys of its rows
+    shares: HopperTile  # for requests of one block of rows, whose keys several programs divide
     few_keys: int = 512
 
 
@@ -75,7 +71,9 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the paged Gluon kernel's tiles for a call; None if it does not support the call or the Triton kernel is faster."""
+    """Return the tiles of the paged Gluon kernel for a call. Return None if this kernel does not support the call, or if the
+    Triton kernel is faster.
+    """
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
@@ -87,7 +85,9 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel for a call; None if it does not support the call or the Triton kernel is faster."""
+    """Return the tile of MLA's Gluon kernel for a call. Return None if this kernel does not support the call, or if the Triton
+    kernel is faster.
+    """
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None
@@ -201,7 +201,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A box, the unit of a copy, has BOX_BYTES of each key of a tile, within one page."""
+    """Return the TMA descriptor of a pool. TMA copies one box at a time: BOX_BYTES of each key of a tile, within one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

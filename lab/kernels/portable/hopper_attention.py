@@ -78,7 +78,9 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Buffers for K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots, [stages, 1]."""
+    """The circular buffers of K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots,
+    [stages, 1]: full when a tile has arrived, empty when it has been read.
+    """
 
     k: Any
     v: Any
@@ -90,7 +92,6 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Allocate `Rings` for tiles [TILE.keys, DIMS]. READERS partitions read each tile."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -142,7 +143,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load a tile into `slot` when it is empty. `barriers` is (full, empty), and `parity` counts the uses of the slot."""
+    """Load a tile into `slot` when it is empty. `barriers` is (full, empty); `parity` alternates with each use of the slot."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -168,7 +169,7 @@ def _consume(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Compute attention of the rows of consumer number WHICH in each piece over all its tiles, and write the results."""
+    """Compute attention over all tiles of the program, for the 64 rows of warp group WHICH, and write the results."""
     KEYS: gl.constexpr = TILE.keys
     q_slot = q_slots.index(WHICH)
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -243,7 +244,6 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the program's `number`-th tile, which has arrived. Return the incomplete accumulator."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -251,7 +251,6 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, and launch P.V added to `sums`. Return the incomplete accumulator."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
@@ -270,7 +269,7 @@ def convert(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program from the e4m3 `Rings` `loaded` into `rings`."""
+    """Convert all K tiles (WHICH 0) or V tiles (WHICH 1) of the program from e4m3 (`loaded`) to float16 (`rings`)."""
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -288,7 +287,8 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Write an e4m3 tile in float16 to `converted`. `barriers` is (full and empty of the e4m3 ring, of the float16 ring).
+    """Write an e4m3 tile in float16 to `converted`. `barriers` is (full, empty) of the e4m3 buffer, then (full, empty) of the
+    float16 buffer.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """
@@ -346,8 +346,9 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, num_shares): a program computes one block of each request in its part of the batch's key
-    tiles. Without SHARED, the grid is (programs, 1): programs take blocks in turn, and read all keys of each.
+    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch, and a program computes one
+    block of each request over its key tiles. Without SHARED, the grid is (programs, 1): each program computes several blocks in
+    turn, and reads all keys of each block.
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()

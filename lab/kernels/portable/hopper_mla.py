@@ -63,7 +63,9 @@ SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # the matrix products of a tile'
 
 
 class Columns(NamedTuple):
-    """Shared memory for queries or tiles of entries: the left and right half of the latent columns, and the rope columns."""
+    """Shared memory for queries or for tiles of cache entries: the left and the right half of the latent columns, and the
+    rotary columns.
+    """
 
     left: Any
     right: Any
@@ -71,7 +73,9 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots for K/V tiles (`Columns`, [stages, keys, elements]), and barriers, [stages, 1]. Rope has those of the left."""
+    """Slots in shared memory for tiles of cache entries, and the barriers of each slot, [stages, 1]. The barriers of the left
+    columns are also those of the rotary columns.
+    """
 
     tiles: Any
     left_full: Any
@@ -81,7 +85,9 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory by which consumer 0 sends weights, [rows, keys], and factors of earlier sums, [2, rows]."""
+    """Shared memory by which one consumer warp group sends softmax weights, [rows, keys], and factors of earlier sums, [2,
+    rows], to the other.
+    """
 
     weights: Any
     factors: Any
@@ -91,7 +97,6 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride)."""
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -132,7 +137,7 @@ def _consume_left(
     HEADS: gl.constexpr,  # query heads
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Run consumer 0: compute and send the weights of all tiles, and compute the left half of each output row."""
+    """Compute and send the softmax weights of all tiles, and compute the left half of each output row."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -209,7 +214,6 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the columns of the program's `number`-th tile, and launch Q.K^T. Return the incomplete accumulator."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -222,14 +226,13 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the program's `number`-th tile, added to `sums`. Return the incomplete accumulator."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Send a tile's `weights` and the factors of earlier sums as message number `sent`, when the previous one has been read."""
+    """Send a tile's softmax weights and the factors of earlier sums when the receiver has read the previous message."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -239,7 +242,7 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Run consumer 1: compute the right half of each output row with weights from `message`, and write it."""
+    """Compute the right half of each output row with the softmax weights that `_consume_left` sends."""
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -294,7 +297,7 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,  # `HopperTile`
     OVERLAPS: gl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one share of the keys. The grid is (q_blocks, num_shares)."""
+    """Compute latent attention of one block of query rows over the keys of this program. The grid is (q_blocks, num_shares)."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

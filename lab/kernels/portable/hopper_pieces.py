@@ -1,7 +1,7 @@
-"""The code that both Gluon kernels use: the division of work into pieces, copies of tiles, loads of queries, and masks.
+"""Code that both Gluon kernels use: the division of work into pieces, copies of tiles, loads of queries, and masks.
 
-`hopper_attention` explains piece and partition, and `key_shares` place. All partitions go through the same pieces and tiles in
-the order that this module defines.
+`lab.kernels.portable.hopper_attention` explains piece and partition, and `lab.kernels.portable.key_shares` place. All
+partitions of a program go through the same pieces and tiles in the order that this module defines.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """Tiles `first_tile` to `end_tile` - 1 of the `num_tiles` of a request and K/V head, and block `q_block` of its rows."""
+    """A piece of a program's work: key tiles `first_tile` to `end_tile` - 1, of the `num_tiles` tiles of a request and K/V
+    head, for the block of query rows with index `q_block`.
+    """
 
     request: Any
     kv_head: Any
@@ -74,7 +76,7 @@ def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk` of the program's work, the next position)."""
+    """Return the `Piece` at position `walk` of the program's work, and the position of the next piece."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -118,7 +120,6 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (request of block number `block`, its first block, number of requests left), from such a result before it."""
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
     while begin + blocks <= block:
@@ -131,7 +132,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask are numbered before all others."""
+    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask are numbered first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -158,7 +159,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page id of each TMA box of the tile from key `begin` on, a tuple of int32; 0 for boxes after the last key."""
+    """Return the page id of each TMA box of the tile from key `begin` on, int32; 0 for boxes after the last key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -181,9 +182,9 @@ def copy_boxes(
 ):
     """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another.
 
-    Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier (`tile_keys`),
-    and TMA writes zeros for those before the page. A box before every row's window is copied from before its page, because the
-    page may belong to another request.
+    Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier, and TMA
+    writes zeros for keys before the page. A box before every row's window is copied from before its page, because the page may
+    belong to another request.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -207,7 +208,6 @@ def copy_boxes(
 
 @gluon.jit
 def consumer_rows(LAYOUT: gl.constexpr):
-    """Return the query rows of a consumer, in the register layout of the rows of LAYOUT."""
     return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
 
 
@@ -221,7 +221,7 @@ def load_query(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Load DIMS elements of each query row of consumer number WHICH, [CONSUMER_ROWS, DIMS]; negate them if `is_negative`."""
+    """Load the query rows of consumer warp group WHICH, [CONSUMER_ROWS, DIMS]; negate them if `is_negative`."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -237,7 +237,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return the absolute logit scale, at least LEAST_SCALE (`softmax_step` needs a positive one), and if it is negative."""
+    """Return the absolute value of the logit scale, at least LEAST_SCALE, and True if the scale is negative."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -246,13 +246,13 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the program's `number`-th tile has arrived in its slot, if `pred`. `full` are the barriers of all slots."""
+    """Wait until tile `number` of the program has arrived in its slot of shared memory, if `pred` is True."""
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile that begins at key `begin`, -inf where a row does not see a key (`row_bounds`)."""
+    """Return the scores of the tile from key `begin` on, with -inf where a row does not see a key."""
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -261,7 +261,8 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return float32 [rows, 4], the sums of each row's weights in the four threads that hold the row, without a shuffle.
+    """Return the sums of each row's weights in the four threads that hold the row, float32 [rows, 4]. No shuffle between
+    threads is needed.
 
     Each of these threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`).
     """
@@ -276,7 +277,7 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return the denominator [rows, 4] (`sums_by_thread`) after one more tile of keys."""
+    """Return the softmax's denominator, [rows, 4] with one part per thread of a row, after one more tile of keys."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 
@@ -295,8 +296,8 @@ def store_piece(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Write a consumer's result of one piece: output rows if the piece has all visible keys of the request, else a partial
-    result.
+    """Write the result of one consumer warp group for one `Piece`: output rows if the piece has all visible keys of the
+    request, else a partial result.
 
     If two consumers write different elements of the same rows, both write the LSE, with equal values.
     """

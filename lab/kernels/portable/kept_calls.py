@@ -5,8 +5,8 @@ device, and address and storage offset modulo 16, on which Triton's code depends
 no key if a tensor is not on a GPU, if a check might read an argument's contents, or if `out` or `lse` has the storage of
 another tensor. Calls with the same key pass the same checks, and their launches differ in addresses only.
 
-The second call with a key is cached if it consists of launches only, without its tensors. The first call is not cached, because
-many keys occur only once. A call that raises an error is not cached, so that the next one raises it again.
+The second call with a key is cached, without its tensors, if it consists of launches only. The first call is not cached,
+because many keys occur only once. A call that raises an error is not cached, so that the next call raises the error again.
 """
 
 import functools
@@ -32,13 +32,16 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no key, or a launch takes memory that the call was neither passed nor allocates."""
+    """A call cannot be cached: it has no cache key, or a launch uses memory that is neither an argument of the call nor
+    allocated by it.
+    """
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return `made_at_once(prepare)`, a function that prepares and runs a call and returns its results, with a cache of calls.
+    """Return `made_at_once(prepare)`, a function that prepares and runs a call and returns its results, with a cache of
+    prepared calls.
 
-    Its `cache_clear()` empties the cache. A test that changes what `prepare` chooses must call it.
+    The returned function's `cache_clear()` empties the cache. A test that changes what `prepare` chooses must call it.
     """
 
     @functools.lru_cache(maxsize=MOST_KEPT)
@@ -68,7 +71,9 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
-    """Raise NotKeptError if `out` or `lse` has another tensor's storage: they may overlap, which the key does not say."""
+    """Raise NotKeptError if `out` or `lse` has the storage of another argument: the two may overlap, which the cache key does
+    not show.
+    """
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
     if results := [kwargs[name] for name in RESULTS if isinstance(kwargs.get(name), torch.Tensor)]:
@@ -78,7 +83,9 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return one argument's part of the key, and append its tensors to `given`. Raise NotKeptError if there is none."""
+    """Return the part of a call's cache key that describes one argument, and append the argument's tensors to `given`. Raise
+    NotKeptError if the argument makes the call unfit for the cache.
+    """
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)
@@ -92,8 +99,10 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that repeats the launches of a call, which has run with the tensors `given`, with those of a later
-    call; None if a later call with the same key may need other launches. The function keeps no tensor.
+    """Return a function that takes the tensors of a later call with the same cache key and repeats the launches of `call` with
+    them. Return None if the later call may need other launches.
+
+    `given` are the tensors with which `call` has run. The returned function keeps no tensor alive.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

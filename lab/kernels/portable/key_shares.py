@@ -53,25 +53,18 @@ NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Shares:
-    """How the key tiles of a call are divided among programs.
+    """How the key tiles of a call are divided among programs."""
 
-    Attributes:
-        count: number of shares. Each block of query rows has one program per share.
-        least_places: smallest number of places in a share.
-        lanes: number of lengths that a program of a small batch reads at once, WARP_REQUESTS or BLOCK_REQUESTS; 0: the batch is
-            not small.
-        merges_at_once: True if the last program that stores a partial result of a unit merges them
-            (`lab.kernels.portable.merge`); False if a second launch merges.
-    """
-
-    count: int
-    least_places: int = 1
-    lanes: int = 0
-    merges_at_once: bool = False
+    count: int  # number of shares; each block of query rows has one program per share
+    least_places: int = 1  # smallest number of places in a share, each a key tile or empty
+    lanes: int = 0  # lengths read at once by a program of a small batch (WARP_REQUESTS, BLOCK_REQUESTS), else 0
+    merges_at_once: bool = False  # True: the last program of a unit merges its partial results; False: a second launch
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return `Shares` for as many programs as the GPU runs at a time; one on a CPU. `least_keys` is the smallest share."""
+    """Return `Shares` for as many programs as the GPU runs at a time; one program on a CPU. A program reads at least
+    `least_keys` keys.
+    """
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -84,14 +77,14 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return how many of a request's last keys its query tokens may see, int32; NO_REACH without a window (window_left -1)."""
+    """Return how many of a request's last keys its query rows may see, int32; NO_REACH without a window (window_left -1)."""
     reach = tl.minimum(tl.cast(window_left, tl.int64) + max_q_len, NO_REACH).to(tl.int32)
     return tl.where(window_left >= 0, reach, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return the first key tile that some row may see, and the number of tiles from it on, at least 1: all rows are written."""
+    """Return the first key tile that the request's rows may see, and the number of tiles from it on, at least 1."""
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(kv_len - 1, 0) // BLOCK_KEYS + 1 - first
@@ -104,7 +97,6 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return how many places a unit of each request `start + lanes` has, int32; 0 if the launch does not serve the request."""
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
@@ -115,7 +107,6 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the number of places of the whole batch, and of one share."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -141,7 +132,6 @@ def places_per_share(batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the request to which a place belongs, and the first place of this request."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -157,8 +147,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return a share's first place, its end, the number of places in each share, the request that has the share's first place,
-    and the first place of this request.
+    """Return where the work of program `share` begins: (its first place, its end, number of places of each program, request of
+    the first place, first place of this request). A place is a key tile, or empty, and is numbered over the whole batch.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -169,7 +159,7 @@ def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the places of a share as `begin_share` does, but skip the empty places of a unit at which the share begins."""
+    """Return the same as `begin_share`, but without the empty places with which the program's work may begin."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_places, TILE)
@@ -181,12 +171,14 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the five values of `begin_at_tile` for a program in a small batch, the number of its share, and the places of a
-    unit (0 if units have different numbers).
+    """Divide each K/V head of each request into equal parts, one per program. Return the five values of `begin_at_tile`, the
+    number of this program's part, and the number of places of a K/V head. If lengths differ too much, divide as `begin_at_tile`
+    does, and return 0 as the last value.
 
     Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every part
     has the same time to begin and end. The request and the part follow from the program's number while the lengths are read.
-    Programs of the last parts, which are never empty, have the first numbers: the GPU runs these on different multiprocessors.
+    Programs of the last parts, which are never empty, have the first numbers: the GPU runs these programs on different
+    multiprocessors.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -223,7 +215,6 @@ def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.const
 
 @triton.jit
 def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return the work of a program as `begin_in_small_batch` does, also for a batch that is not SMALL."""
     if SMALL:
         return begin_in_small_batch(number, batch, num_shares, least_places, TILE)
     place, end, share_places, request, request_begin = begin_at_tile(number, batch, num_shares, least_places, TILE)
@@ -232,16 +223,11 @@ def begin_program(number, batch, num_shares, least_places, TILE: tl.constexpr, S
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return how many places a unit has before its key tiles. `unit_places` is 0 if units have different numbers of places."""
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return the K/V head to which a place belongs, and the place's index among the places of this unit.
-
-    A division of 32 bits takes fewer instructions, and is enough for 2**31 keys of 31 K/V heads in tiles of 16 keys.
-    """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
     return (in_request // places).to(tl.int64), (in_request % places).to(tl.int64)
@@ -249,7 +235,6 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return (place of its first key tile, request, first place of the request) of the next unit; this one ends at `place`."""
     if place == request_end:
         request_begin = place
         request += 1

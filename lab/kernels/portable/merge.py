@@ -52,7 +52,7 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return [attention], followed by a launch that merges its partial results if there are any."""
+    """Return a list of `attention` and, if there are partial results, a launch that merges them."""
     if partials is None:
         return [attention]
     units, packed_rows = problem.batch_size * problem.num_kv_heads, problem.max_q_len * problem.group
@@ -91,9 +91,10 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes). The few rows of a call have many
-    partial results each, which groups of threads (lanes) divide. Of many rows a program computes several, with 4 or 16
-    elements per thread.
+    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes).
+
+    A call with few rows has many partial results of each row, which several groups of threads (lanes) divide. In a call with
+    many rows, a program computes several rows, with 4 or 16 elements per thread.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -105,7 +106,9 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return two powers of 2 for `merge_if_last`: (at least the rows of a unit; partial results read at a time)."""
+    """Return two powers of 2 for `merge_if_last`: one that is at least the number of rows of a request and K/V head, and the
+    number of partial results that are read at a time.
+    """
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -125,7 +128,7 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Merge the partial results of a unit of one block into the output, if this program has stored the last one."""
+    """Merge the partial results of one request and K/V head into the output if this program has stored the last of them."""
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
     to_share = (share * share_places - first_place).to(tl.int32)  # so that the divisions are of 32 bits
@@ -159,11 +162,11 @@ def arrives_last(counter, expected):
     """Count this program's arrival in `counter`, int32. Return True in the last of `expected` programs, which resets the
     counter.
 
-    The last program reads what the other programs stored before they arrived, by PTX's memory model ("Causality Order"): the
+    The last program reads what all other programs stored before they arrived, by PTX's memory model ("Causality Order"): the
     barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All arrivals are
-    read-modify-writes of one counter, so the last one acquires what the earlier ones released, and invalidates the L1 of its
-    multiprocessor. The second barrier orders the atomic before the loads of all other threads. A launch ends before the next
-    launch's first arrival.
+    read-modify-writes of one counter, so the last arrival acquires what the earlier ones released, and invalidates the L1 of
+    its multiprocessor. The second barrier orders the atomic before the loads of all other threads. A launch ends before the
+    next launch's first arrival.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -196,7 +199,7 @@ def merged(
     ROW_DIMS: tl.constexpr,  # elements of an output row
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Return the softmax state (largest, denominator, sums [ROWS, DIMS]) of merged partial results of a unit."""
+    """Return the softmax state of the merged partial results of a request and K/V head."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -219,7 +222,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Merge partial results as `merged` does. LANES groups of threads divide the work."""
+    """Do the same as `merged`, with the partial results divided among LANES groups of threads."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -5,10 +5,10 @@ is loaded once, for the packed rows of a request and all heads. The keys of the 
 (`lab.kernels.portable.key_shares`), and a second launch merges their partial results. On SM90, calls with many rows run a Gluon
 kernel (`lab.kernels.portable.hopper_mla`).
 
-If a call selects entries for each row, every row is treated as a request, whose keys are its columns of ``block_tables``:
-indices of entries in the pool, or -1. A first small launch writes how many columns each row uses, so that the host reads no
-length. Columns of -1 read no memory, but take the time of a key. In DSV4's call the first columns are indices into a second
-pool, and a row uses at most as many of them as it has keys.
+If a call selects entries for each row, the kernel treats every row as a request, whose keys are the row's columns of
+``block_tables``: indices of entries in the pool, or -1. A small launch before it writes how many columns each row uses, so that
+the host reads no length. Columns of -1 read no memory, but take the time of a key. In DeepSeek-V4's call the first columns are
+indices into a second pool, and a row uses at most as many of these columns as it has keys.
 """
 
 import math
@@ -85,7 +85,9 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared call, which is not cached if the preparation has read `cum_seq_lens_q` on the host (`reads_rows`)."""
+    """Return a prepared MLA call. With `reads_rows`, the preparation has read `cum_seq_lens_q` on the host, and the call is not
+    cached.
+    """
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -147,7 +149,9 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return attention and, if keys are divided, a merge. `window`: DeepSeek-V4's second pool (`_mla_kernel`)."""
+    """Return the attention launch and, if programs divide keys, a merge launch. `window` is DeepSeek-V4's second pool, an
+    argument of `_mla_kernel`.
+    """
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
@@ -210,8 +214,8 @@ def _columns_kernel(
     batch_size,
     num_columns,  # of the table of selected entries
 ):
-    """Write for each query row how many columns of selected entries it uses (0 for padding rows), and how many keys are at or
-    before its position (undefined for padding rows). The grid is (num_rows,).
+    """Write to `columns` how many columns of the table of selected entries each query row uses (0 for padding rows), and to
+    `up_to_row` how many keys are at or before the row's position (undefined for padding rows). The grid is (num_rows,).
     """
     row = tl.program_id(0)
     request = row // max_q_len
@@ -258,7 +262,7 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
     OVERLAPS: tl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over one share of the keys. The grid is (q_blocks, num_shares)."""
+    """Compute latent attention of one block of query rows over the keys of this program. The grid is (q_blocks, num_shares)."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     # The programs of one share's blocks read the same entries at the same time: all but the first find them in L2.

@@ -86,8 +86,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill), documented by
-    `lab.calls.ContextCall`; see also `prepare_trtllm_batch_decode_with_kv_cache`.
+    """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
+    `lab.calls.ContextCall` documents parameters and errors, and `prepare_trtllm_batch_decode_with_kv_cache` the rest.
     """
     return _prepare(call.problem())
 
@@ -133,7 +133,9 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the last program of each unit should merge partial results, False if a second launch should."""
+    """Return True if the program that stores the last partial result of a request and K/V head should merge their partial
+    results, False if a second launch should.
+    """
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -142,10 +144,12 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request in the first of two launches; None if one launch should serve all requests.
+    """Return the largest number of query tokens of a request that the first of two launches serves; None if one launch should
+    serve all requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses that as many requests as possible have `max_q_len` rows, and the rest equal numbers. A wrong guess costs only time.
+    guesses: as many requests as possible have `max_q_len` rows, and all other requests have equal numbers. A wrong guess costs
+    only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -161,10 +165,10 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
     """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together:
-    a multiprocessor with a program of each reads keys for one while it multiplies for the other.
+    a multiprocessor with a program of each launch reads keys for one program while it multiplies for the other.
 
-    `shares` is unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, and if it is the
-    Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.
+    Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor. Return it
+    unchanged also if the second launch is the Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares
@@ -228,7 +232,9 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return attention for the requests of `least_q_len` to `max_q_len` query tokens and, if keys are divided, a merge."""
+    """Return the attention launch for requests of `least_q_len` to `max_q_len` query tokens and, if programs divide keys, a
+    merge launch.
+    """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
     q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)

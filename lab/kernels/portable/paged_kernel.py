@@ -1,6 +1,6 @@
 """The Triton kernel of paged attention: decode, verify, draft extend, extend and prefill.
 
-The glossaries of `paged` and `key_shares` explain unit, share and place.
+The glossaries of `lab.kernels.portable.paged` and `lab.kernels.portable.key_shares` explain unit, share and place.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pa
 
 
 class Strides(NamedTuple):
-    """Strides in elements."""
+    """Strides in elements. `k_table` and `v_table` are strides of rows of the page tables."""
 
     query_row: int
     query_head: int
@@ -212,7 +212,6 @@ def _attention_kernel(
 
 @triton.jit
 def _unit_at(place, request, request_begin, unit_places, batch_size, BY_HEAD: tl.constexpr):
-    """Return (request, K/V head, index in this unit) of a place. BY_HEAD: `request` is K/V head * `batch_size` + request."""
     kv_head, in_unit = place_in_unit(place, request_begin, unit_places)
     if BY_HEAD:
         kv_head = request // batch_size
@@ -235,10 +234,11 @@ def _store(
     MERGED: tl.constexpr,  # as in `_attention_kernel`
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the result of a block of rows over the keys of a unit: the output if the program has read all, else a partial
-    result.
+    """Write the result of a block of rows over the keys that the program has read: the output if these are all keys of the
+    request and K/V head, else a partial result.
 
-    Without MERGED, the program that has read the unit's first key writes `PartialResults.of_units` for the merge launch.
+    Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the merge launch. With MERGED,
+    the program that stores the last partial result merges all of them.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -263,8 +263,8 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return (index of the block in the request, first place, end, number of key tiles of a K/V head, request, first place of
-    the request) of a program that reads all keys of its block; without a block, `end` equals the first place.
+    """Return the work of a program that reads all keys of one block of rows: (index of the block in the request, first place,
+    end, number of key tiles of a K/V head, request, 0). Without a block, the end equals the first place.
 
     A place is here a key tile of the request, counted head after head from 0.
     """
@@ -298,8 +298,8 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile of K [ELEMENTS, BLOCK_KEYS] and of V [BLOCK_KEYS, ELEMENTS], loaded by TMA, or by pointers if `tiles` is
-    None.
+    """Return a tile of K [ELEMENTS, BLOCK_KEYS] and of V [BLOCK_KEYS, ELEMENTS]. TMA loads both, or pointers if `tiles`
+    contains None.
 
     If MASKED, V is zero where `key_exists` is False, because a weight of 0 times NaN is NaN. K is undefined there.
     """

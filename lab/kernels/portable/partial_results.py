@@ -1,6 +1,6 @@
 """Partial results: the attention of a unit (one request and one K/V head) over the keys that one program reads.
 
-They exist if several programs divide the keys of a unit; `lab.kernels.portable.merge` merges them. The glossary of
+Partial results exist if several programs divide the keys of a unit; `lab.kernels.portable.merge` merges them. The glossary of
 `lab.kernels.portable.key_shares` explains share, place and slot.
 """
 
@@ -24,24 +24,21 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 
 
 class PartialResults(NamedTuple):
-    """The scratch memory for the partial results of all programs: normalised outputs with their LSE. A program has two slots,
-    because its share may begin and end inside a unit.
-
-    Attributes:
-        out: float32 [q_blocks * shares * 2, rows, v_head_dim].
-        lse_log2: float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys.
-        of_units: int32. If a second launch merges: [units, 2], the first and the last share that has keys of the unit. Else
-            [units, 1 + groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial results have
-            been merged, and how many results of each group have been stored.
+    """Scratch memory for the partial results of all programs: normalised outputs and their LSE. A program has two slots in it,
+    because its share of the keys may begin and end inside a unit (one request and one K/V head).
     """
 
-    out: torch.Tensor
-    lse_log2: torch.Tensor
+    out: torch.Tensor  # float32 [q_blocks * shares * 2, rows, v_head_dim]
+    lse_log2: torch.Tensor  # float32 [q_blocks * shares * 2, rows], base 2; -inf if a row sees none of the keys
+    # int32. If a second launch merges: [units, 2], the first and the last share with keys of each unit. Else [units, 1 +
+    # groups], counters that are zero between launches: how many groups of GROUPED_PIECES partial results have been merged, and
+    # how many partial results of each group have been stored.
     of_units: torch.Tensor
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results of blocks of `rows` rows; return None if each program reads all keys.
+    """Allocate scratch memory for partial results of blocks of `rows` query rows. Return None if each program reads all keys of
+    its rows.
 
     The call owns the memory, because streams may share the caller's workspace, and trtllm-gen writes into the whole workspace.
     """
@@ -66,20 +63,20 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Let this launch's last program wait for the end of the previous launch. A launch that waits for this one awaits both."""
+    """Make launches that wait for this launch also wait for the launch before it."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index in `PartialResults.out` of a share's result for a block, the first of two for a unit begun earlier."""
+    """Return the index of a program's partial result: of its two slots the first if another program began the unit."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write the first and the last share that has keys of a unit, whose `tiles` key tiles begin at `first_place`."""
+    """Write which programs (shares) read the first and the last key tile of one request and K/V head."""
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 
@@ -124,7 +121,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return (row * num_qo_heads + head, head, True where the row exists) in the output for each packed row of a unit."""
+    """Return (index in the output, query head, True if it exists) of each packed row of one request and K/V head."""
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     return (q_start + token) * (num_kv_heads * GROUP) + head, head, token < q_len

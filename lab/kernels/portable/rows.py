@@ -3,8 +3,8 @@
 A block has packed rows of one request: row r is query token r // GROUP, and head r % GROUP of the heads that use the same K/V
 head. Token i of a request with q tokens and L keys has position L - q + i, and sees the keys up to that position.
 
-A launch may serve only requests of one *kind*, (cu_seqlens_q, least_q_len, max_q_len): those with `least_q_len` to `max_q_len`
-query tokens; all if `least_q_len` is None.
+A launch may serve only some requests. Its *kind*, (cu_seqlens_q, least_q_len, max_q_len), says which: requests with
+`least_q_len` to `max_q_len` query tokens; all requests if `least_q_len` is None.
 """
 
 from typing import Any, NamedTuple
@@ -16,27 +16,21 @@ from lab.calls.problem import PagedAttention
 
 
 class KeyRange(NamedTuple):
-    """The key tiles that one program reads for a block of query rows: those with a key that at least one row sees.
+    """The key tiles that one program reads for a block of query rows: those with a key that at least one row sees."""
 
-    Attributes:
-        q_position: position of the request's first query token; negative if the request has fewer keys than rows.
-        first_key: the first key that some row sees.
-        begin, end: the first key of the first tile, and the end of the keys that the program reads.
-        num_before, num_common: in tiles `num_before` to `num_before + num_common - 1` every row sees every key. All other tiles
-            need a mask.
-    """
-
-    q_position: Any
-    first_key: Any
-    end: Any
-    begin: Any
+    q_position: Any  # of the request's first query token; negative if the request has fewer keys than rows
+    first_key: Any  # the first key that some row sees
+    end: Any  # end of the keys that the program reads
+    begin: Any  # first key of the first tile
     num_tiles: Any
-    num_before: Any
-    num_common: Any
+    num_before: Any  # tiles before those in which every row sees every key
+    num_common: Any  # tiles in which every row sees every key; all other tiles need a mask
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound of a K/V head's blocks in requests of at least `least_q_len` tokens: the host has no lengths."""
+    """Return an upper bound of the number of blocks of query rows of one K/V head, in all requests of at least `least_q_len`
+    query tokens. The host does not know how many tokens each request has.
+    """
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
     return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))
@@ -56,7 +50,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the query tokens of each request index in `requests`; 0 from `batch_size` on, and for another kind."""
+    """Return the number of query tokens of each request; 0 from `batch_size` on and for requests that are not served."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -71,9 +65,8 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return (request of the `number`-th block of query rows of the batch, index of its first block, number of requests with
-    blocks from this one on, number of all blocks). The request is `batch_size` after the last block. `lanes` is arange of
-    the number of lengths that are read at a time.
+    """Return (request of the `number`-th block of query rows of the batch, index of the request's first block, number of
+    requests with blocks from this one on, number of all blocks). The request is `batch_size` after the last block.
     """
     request = number * 0
     begin = request
@@ -103,7 +96,7 @@ def keys_of_block(
     GROUP: tl.constexpr,  # query heads per K/V head
     TILE: tl.constexpr,  # `ProgramTile` or `HopperTile`
 ):
-    """Return the `KeyRange` of a block of rows in the program's tiles, without tiles if the block has no row of the request."""
+    """Return the `KeyRange` of a block of rows in the program's tiles, without tiles if the block has no row."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len
@@ -133,7 +126,7 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange` that needs a mask if MASKED, else of those without."""
+    """Return the first key of the `number`-th tile among those that need a mask (MASKED), or among all other tiles."""
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 

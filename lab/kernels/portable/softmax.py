@@ -23,8 +23,8 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return an exponent p for each row of a query `q`, such that the row divided by 2 ** p fits DOT_DTYPE: float32 [rows] for
-    a bf16 query for float16 products, whose range is smaller, otherwise zero, [1].
+    """Return for each row of a query `q` an exponent p, such that the row divided by 2 ** p fits DOT_DTYPE: float32 [rows] for
+    a bf16 query and float16 products, whose range is smaller than bf16's; otherwise zero, [1].
 
     The largest element of a row is then in [2 ** 14, 2 ** 15), and what float16 rounds to 0 is at most 2 ** -39 of it.
     """
@@ -52,13 +52,11 @@ def scalar(scale):
 
 @triton.jit
 def logit_scale(scales):
-    """Return bmm1_scale * log2(e), which turns Q·K^T into logits in base 2. `scales` is (bmm1_scale, bmm2_scale)."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return the factor of each row's logits after `fitted` has divided the row by 2 ** `power`."""
     return scale * tl.exp2(power)
 
 
@@ -123,7 +121,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator after one more tile of keys, [rows] or with a part for each key of the tile."""
+    """Return the softmax's denominator after one more tile: [rows], or [rows, keys] with a part for each key."""
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
     else:  # noqa: RET505 - Triton compiles one of the two
@@ -144,7 +142,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Return the state of an online softmax after one more tile: `scores` [rows, keys] in base 2, `values` [keys, head_dim]."""
+    """Return the softmax state after one more tile: `scores` [rows, keys] in base 2, `values` [keys, head_dim]."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
@@ -152,7 +150,7 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE in base 2 of a softmax's state, [rows]; -inf for a row without keys, NaN if the state is NaN."""
+    """Return the LSE in base 2 of a softmax, [rows]; -inf for a row without keys, NaN if its state is NaN."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 
@@ -169,7 +167,7 @@ def store_rows(
     dims,  # indices of the written elements of an output row, [dims]
     row_exists,  # bool [rows], False where nothing is written
 ):
-    """Write output rows and their LSE from the state of a softmax over all keys, which does not include the sink yet."""
+    """Write output rows and their LSE from the state of a softmax over all keys. The state does not include the sink."""
     rescale = 1.0
     if sink_log2 is not None:  # one more logit, without a value
         new_largest = tl.maximum(largest, sink_log2)

@@ -1,4 +1,4 @@
-"""The tile of a program: its query rows, its keys per step, and the loads of these keys from a paged pool."""
+"""The tile of a program: its query rows and the keys that it reads at a time. Loads of these keys from a paged pool."""
 
 from typing import NamedTuple
 
@@ -11,46 +11,30 @@ from lab.kernels.portable.softmax import INTERPRETED
 
 
 class ProgramTile(NamedTuple):
-    """The work and resources of one program of a Triton kernel. A kernel takes it as one `tl.constexpr`.
+    """The work and resources of one program of a Triton kernel. A kernel takes it as one `tl.constexpr`."""
 
-    Attributes:
-        rows, keys: query rows and keys of one step of the program. A row is one query token and one head.
-        per_multiprocessor: programs that run on a multiprocessor at the same time.
-        start_keys: the time to begin and end a unit (one request and K/V head), in keys that a program reads in that time.
-        num_warps, num_stages: Triton's options of a launch.
-        by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
-        denominator_per_key: the softmax's denominator has one part per key of a tile until the last tile. Warps wait for each
-            other less often; a thread needs one more register per score.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # query rows; a row is one query token and one head
+    keys: int  # keys that the program reads at a time
     num_warps: int
     num_stages: int
-    per_multiprocessor: int = 1
-    start_keys: int = 256
-    by_descriptor: bool = False
+    per_multiprocessor: int = 1  # programs that run on a multiprocessor at the same time
+    start_keys: int = 256  # keys that a program reads in the time that it needs to begin and end a request and K/V head
+    by_descriptor: bool = False  # TMA loads tiles that `tile_descriptor` describes; for MLA, only those without a mask
+    # The softmax's denominator has one part per key of a tile until the last tile. Warps wait for each other less often; a
+    # thread needs one more register per score.
     denominator_per_key: bool = False
 
 
 class HopperTile(NamedTuple):
-    """The work and resources of one program of a Gluon kernel; other fields are as in `ProgramTile`.
+    """The work and resources of one program of a Gluon kernel. Fields without a comment are as in `ProgramTile`."""
 
-    Attributes:
-        rows: query rows of all consumers, the warp groups that multiply. Each consumer has 64.
-        stages: tiles of K, and tiles of V, that shared memory holds at a time.
-        consumer_registers: registers of each thread of one of two consumers. The other one, or a single consumer, gets the
-            registers that are left.
-        producer_registers: registers of each of the 128 threads that load and convert tiles.
-    """
-
-    rows: int
+    rows: int  # of all consumers, the warp groups that multiply; each consumer has 64
     keys: int
-    stages: int
+    stages: int  # tiles of K, and tiles of V, that shared memory holds at a time
     start_keys: int = 512
     per_multiprocessor: int = 1
-    consumer_registers: int = 240
-    producer_registers: int = 24
+    consumer_registers: int = 240  # of a thread of one of two consumers; the other, or a single one, gets what is left
+    producer_registers: int = 24  # of each of the 128 threads that load and convert tiles
 
 
 class PoolStrides(NamedTuple):
@@ -69,12 +53,13 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA loads tiles of `keys` keys faster than pointers: not for e4m3, which is converted first."""
+    """Return True if TMA loads tiles of `keys` keys faster than pointers do. For e4m3 it does not, because e4m3 is converted
+    after the load.
+    """
     return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def is_described(cache: torch.Tensor) -> bool:
-    """Return True if TMA can read a pool."""
     return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
 
 
@@ -85,9 +70,11 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V: e4m3 pools viewed as int16, two elements in one, if that makes their conversion to float16
-    faster: in tiles of fewer than 64 rows, whose products take K/V from registers. One permutation of bytes sorts four
-    loaded elements into two registers (`halves_of_pairs`), where single bytes are masked, shifted and moved.
+    """Return the pools of K and V. e4m3 pools are viewed as int16, two elements in one, if that makes their conversion to
+    float16 faster: in tiles of fewer than 64 rows, whose products take K/V from registers.
+
+    One permutation of bytes then sorts four loaded elements into two registers (`halves_of_pairs`). Single bytes would be
+    masked, shifted and moved.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
@@ -100,7 +87,7 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page id of a tile that one page holds, else of each of its keys, int64; 0 for keys from `end` on."""
+    """Return the page id of a tile that lies in one page, else of each of its keys, int64; 0 for keys from `end` on."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     else:
@@ -111,7 +98,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offset of each key of a tile in the pool, in elements, int64. `page` is the result of `page_ids`."""
+    """Return the offset in the pool of each key of a tile, in elements, int64. `page` is the result of `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:

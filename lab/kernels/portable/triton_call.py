@@ -22,8 +22,8 @@ class TritonLaunch:
     Args:
         arguments: the kernel's first arguments: tensors, numbers, and tuples of them.
         scratch: the tensors among the arguments that need not be initialised (`new_scratch`).
-        counters: the tensors among the arguments that must be zero before each call, and are zero after it. Each is a torch
-            allocation of its own.
+        counters: the tensors among the arguments that must be zero before each call, and are zero after it. Each is a separate
+            torch allocation.
         named: the kernel's other arguments, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
 
@@ -61,8 +61,10 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that launches the compiled kernel with addresses from a list, and keeps no tensor alive. `index_of`
-        returns the index in that list of the address that replaces a given tensor.
+        """Return a function that takes a list of addresses and launches the compiled kernel with them. It keeps no tensor
+        alive.
+
+        `index_of` returns, for a tensor of this launch, the index in that list of the address that replaces the tensor.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -85,7 +87,9 @@ def _addressed(argument: Any) -> Any:
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that makes a kernel argument from a list of addresses; None if the argument contains no tensor."""
+    """Return a function that makes this kernel argument from a list of addresses, with `index_of` as in
+    `TritonLaunch.elsewhere`. Return None if the argument contains no tensor.
+    """
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -121,9 +125,9 @@ class TritonCall:
     """A prepared call (`lab.kernels.prepare`): calling it launches its kernels on the current stream, and returns the results.
 
     Args:
-        check: raises an error if lengths or page ids are wrong. It is called in each run on a CPU, before the steps.
+        check: raises an error if lengths or page ids are wrong. On a CPU each run calls it first; on a GPU it is not called.
         steps: the functions that a run calls in order: kernel launches, and torch operations before and after them.
-        reads_contents: True if the preparation has read contents of GPU tensors on which the steps depend.
+        reads_contents: True if the preparation has read contents of GPU tensors on which the launches depend.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """Return the steps of the call if all are launches of compiled kernels, else None."""
+        """Return the launches of the call if a run consists of launches of compiled kernels only, else None."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 
@@ -160,8 +164,9 @@ def prepared(
 ) -> TritonCall:
     """Return a prepared call after checking that `kernel` supports it. A call without query rows launches nothing.
 
-    `steps` takes the output and the LSE (or None), and returns the `steps` of `TritonCall`; `returned` takes them too, and
-    returns the call's result, by default `problem.returned`.
+    Args:
+        steps: takes the output and the LSE (or None), and returns the `steps` of `TritonCall`.
+        returned: takes the output and the LSE, and returns the result of the call; None: `problem.returned`.
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()

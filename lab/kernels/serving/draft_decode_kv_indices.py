@@ -71,19 +71,19 @@ def generate_draft_decode_kv_indices(
     v2p: Tensor | None = None,
     schedule: Schedule = Schedule.SPREAD,
 ) -> None:
-    """Write the K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them. It documents
-    the arguments that are not listed here. All tensors are int32 or int64, vectors contiguous, and matrices have contiguous
-    rows.
+    """Write the K/V lists of every draft step.
 
-    The host reads no tensor's contents, so a CUDA graph can capture the launch. Cells of ``kv_indices`` after a step's last
-    list, and column 0 of ``kv_indptr``, in which the engine keeps 0, are not written. A list that is too long for its row of
-    ``kv_indices`` is cut at the row's end. Positions beyond the columns of ``req_to_token`` have slot 0.
+    `lab.references.generate_draft_decode_kv_indices` defines the lists, and documents the arguments that are not listed here.
+    All tensors are int32 or int64, vectors contiguous, and matrices have contiguous rows. The host reads no tensor's contents,
+    so a CUDA graph can capture the launch. Not written: cells of ``kv_indices`` after a step's last list, and column 0 of
+    ``kv_indptr``, in which the engine keeps 0. A list that is too long for its row of ``kv_indices`` is cut at the row's end.
+    Positions beyond the columns of ``req_to_token`` have slot 0.
 
     Triton compiles one kernel per schedule, number of steps, ``topk``, page size, window, sink and dtypes, and another if the
     address of ``kv_indices`` is not a multiple of 16 bytes, but not per batch size, length or row width.
 
     Args:
-        kv_indices: ``[num_steps, capacity]``, written in place: a row of lists for each step.
+        kv_indices: ``[num_steps, capacity]``, written in place: one row per step, with the lists of all branches.
         kv_indptr: at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
         v2p: as in the reference, but each virtual page in ``req_to_token`` must be in it.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
@@ -125,7 +125,7 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch. `longest` is an upper bound of the prefix tokens in a K/V list."""
+    """Return the grid of a launch. `longest` is an upper bound of the number of prefix tokens in one K/V list."""
     if schedule is Schedule.SPREAD:
         # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
         blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)

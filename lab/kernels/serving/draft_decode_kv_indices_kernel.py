@@ -10,14 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels; the first six are parameters of `generate_draft_decode_kv_indices`.
-
-    Attributes:
-        block_steps: a power of two, at least `num_steps`.
-        block_requests: requests whose lengths a program sums at a time.
-        block_tokens: tokens that a program copies at a time.
-        by_token_blocks: True if several programs of the serial kernel divide a list.
-    """
+    """The compile-time parameters of both kernels. The first six are parameters of `generate_draft_decode_kv_indices`."""
 
     num_steps: int
     topk: int
@@ -25,10 +18,10 @@ class ListsForm(NamedTuple):
     window_size: int
     sink_size: int
     entry_page_size: int
-    block_steps: int
-    block_requests: int
-    block_tokens: int
-    by_token_blocks: bool
+    block_steps: int  # a power of two, at least `num_steps`
+    block_requests: int  # requests whose lengths a program sums at a time
+    block_tokens: int  # tokens that a program copies at a time
+    by_token_blocks: bool  # True: several programs of the serial kernel divide a list
 
 
 # By default Triton compiles a kernel again for an integer of 1 or a multiple of 16, and for an address of a multiple of 16
@@ -58,7 +51,7 @@ def _spread_kernel(
     """Write the K/V lists of all requests, and their boundaries in kv_indptr.
 
     Row 0 of the grid writes kv_indptr, and row 1 + i writes the lists of request i. Each of n programs in a row copies every
-    n-th block of the request's prefix.
+    n-th block of the request's prefix tokens.
     """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     share = tl.program_id(0)
@@ -109,7 +102,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the list of one (step, request, branch), or a part of it if `FORM.by_token_blocks`, and its end to kv_indptr."""
+    """Write the K/V list of one (step, request, branch), or a part of it if FORM.by_token_blocks, and its end."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -140,7 +133,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of prefixes with `lengths` tokens a list has."""
+    """Return how many tokens of a prefix its K/V list contains: `lengths`, or at most the window and the sink."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -157,7 +150,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the slots at positions of a request; 0 beyond the end of its `row`, undefined where `inside` is False."""
+    """Return the K/V slots at positions of a request; 0 beyond the columns of its row, undefined unless `inside`."""
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:
@@ -173,14 +166,14 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in `kv_indices[step]` at which a list begins; earlier requests have `before` prefix tokens."""
+    """Return where a list begins in `kv_indices[step]`. `before`: the prefix tokens in all lists of earlier requests."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
 @triton.jit
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
-    """Copy the slots of one block of prefix tokens, from the `start`-th on, into the list at index `list_start` of its step's
-    row.
+    """Copy the K/V slots of one block of prefix tokens, from token `start` on, into the list that begins at index `list_start`
+    of a row of kv_indices.
 
     The block is shifted back so that its stores are aligned. A whole block is stored without a mask, because masked stores
     would be narrower than 16 bytes.
@@ -207,7 +200,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`."""
+    """Return the K/V slots of the tokens that a branch drafts in all steps, `[block_steps]`."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -221,14 +214,14 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on."""
+    """Store the K/V slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of `step_row` on."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
-    """Write the ends of the lists of every step. `positions` [num_branches] are the prefix lengths of all branches."""
+    """Write the ends of all K/V lists to kv_indptr. `positions` [num_branches] has the prefix length of each branch."""
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
     before = tl.zeros([], tl.int64)
@@ -245,7 +238,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return how many prefix tokens the lists of prefixes with `lengths[:end]` tokens have together, int64."""
+    """Return the number of prefix tokens in the K/V lists of the first `end` prefixes, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

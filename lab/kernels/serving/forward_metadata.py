@@ -46,8 +46,8 @@ class PassBuffers:
         swa_page_table: like ``page_table``, with pages of the sliding-window pool, or None.
         out_cache_loc: read: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None if
             ``swa_out_cache_loc`` is None.
-        swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the locations of ``out_cache_loc`` in the sliding-window
-            pool, then 0. A location of -1 stays -1.
+        swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the sliding-window slots of the locations in
+            ``out_cache_loc``, then 0 to its end. A location of -1 stays -1.
         seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
         query_rows: read: the number of query rows, an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32
             or int64. None: ``cu_seqlens_q`` is not written.
@@ -74,12 +74,14 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Return a function that writes the metadata of passes over the same requests in one launch. A CUDA graph can capture it.
+    """Return a function that writes the metadata of passes over the same requests in one launch. A CUDA graph can capture the
+    launch.
 
-    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
-    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. If given, ``v2p`` maps the page for
-    the table of the full pool, to 0 if it has no page. A request whose length is 0 or below has no live column, but
-    ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
+    Live column c of request i in a page table becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For
+    the sliding-window pool, ``full_to_swa`` first maps that slot to a slot of this pool. A slot of -1 is in page -1 of both
+    pools. If ``v2p`` is given, it maps each page of the full pool's table, to 0 if the page has no counterpart. A request whose
+    length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of
+    ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
     ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.
@@ -173,7 +175,6 @@ def _bind_kernel(
 
 
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    """Call `launch` on the device of `tensor`. `kept_alive` is not used: the argument keeps the kernel's memory alive."""
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
@@ -197,9 +198,10 @@ def _num_locations(locations: Tensor | None) -> int:
 
 
 def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """Return 2 n + 3 for each number n >= 0, so that Triton does not compile the kernel again for 1 or multiples of 16.
+    """Return 2 n + 3 for each number n >= 0, so that Triton does not compile the kernel again for the value 1 or multiples of
+    16. The kernel decodes the numbers (`_number`).
 
-    Its option `do_not_specialize` does not reach into tuples. The kernel decodes the numbers (`_number`).
+    Triton's option `do_not_specialize` does not apply to numbers inside a tuple.
     """
     return tuple(2 * value + 3 for value in values)
 
@@ -214,7 +216,9 @@ def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tu
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return the distinct page tables and the largest seq_len_offset of each, from (page table or None, offset) per pass."""
+    """Return the distinct page tables, and the largest seq_len_offset of the passes that use each table. `tables` has (page
+    table or None, seq_len_offset) of each pass.
+    """
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:

@@ -101,7 +101,7 @@ def _int64s(passed):
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return how many page table columns to write for a request of `length` tokens: its pages, at most the table's width."""
+    """Return how many page table columns to write for a request of `length` tokens: its pages, at most the width."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
@@ -113,7 +113,7 @@ def _page(slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the sliding-window slots of `slot`, slots of the full pool; -1 for slot -1, and where `mask` is False."""
+    """Return the sliding-window slot of each slot of the full pool; -1 for slot -1, and where `mask` is False."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 

@@ -34,8 +34,8 @@ def refuse_without_triton(device: torch.device) -> None:
 
 
 def kernel_names(implementation: Any, functions: Iterable[str], device: torch.device) -> str:
-    """Return the kernels that an implementation runs for these functions, joined by " + "; its own name if it has no
-    `kernel_for`.
+    """Return the names of the kernels that an implementation runs for these functions, joined by " + ". On a CPU, and for an
+    implementation without `kernel_for`, return the implementation's own name.
     """
     capability = capability_of(device)
     if capability is None or not hasattr(implementation, "kernel_for"):

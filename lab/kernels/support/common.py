@@ -1,6 +1,6 @@
 """Dtypes, sizes and limits that several modules of this package use.
 
-A function that says why a kernel does not support a call returns a sentence without the kernel's name, or None.
+A function that checks a limit returns an error sentence without the kernel's name, or None if the kernel supports the call.
 """
 
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def first_misaligned(sides: Iterable[tuple[Any, ...]]) -> str | None:
-    """Return the first error sentence of `misaligned` for its arguments `sides`."""
+    """Call `misaligned` with the arguments in each item of `sides`. Return the first error sentence, or None."""
     return next((words for side in sides if (words := misaligned(*side)) is not None), None)
 
 
@@ -77,13 +77,13 @@ def misaligned_paged(problem: PagedAttention) -> str | None:
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return an error sentence unless bmm1_scale is positive, which a kernel needs that masks before it scales."""
+    """Return an error sentence unless bmm1_scale is positive. A kernel that masks logits before it scales them needs that."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return an error sentence unless addresses are aligned as XQA and fmha_v2 load: 16 bytes at a time (mha.cu's `LdGrain`,
-    fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V (`grainBytesGmemCache`).
+    """Return an error sentence unless the addresses of query, K, V and `out` are aligned as XQA and fmha_v2 need: to 16 bytes
+    (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and to 8 bytes for NVFP4 K/V (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES
     sides = [("query", problem.query, LOAD_BYTES), ("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes)]

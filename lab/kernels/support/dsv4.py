@@ -1,4 +1,5 @@
-"""What trtllm-gen's kernel of DeepSeek-V4's call supports, on SM100 and SM103. The lab has not run it: it had no such GPU.
+"""What trtllm-gen's kernel of DeepSeek-V4's sparse MLA call supports, on SM100 and SM103. The lab has not run the kernel,
+because it had no such GPU.
 
 The source is FlashInfer 0.7.2.post1: the checks of mla/_core.py and trtllm_fmha_kernel_launcher.cu. `lab.dry_run.sweep_dsv4`
 compares this module with the launcher, with the kernel table of flashinfer-cubin 0.6.13.

@@ -1,4 +1,4 @@
-"""What fmha_v2 (`trtllm_fmha_v2_prefill`) supports, by FlashInfer 0.7.2. Each limit names its source."""
+"""What fmha_v2 (`trtllm_fmha_v2_prefill`) of FlashInfer 0.7.2 supports. Comments name the source of each limit."""
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, PagedAttention
@@ -9,7 +9,7 @@ from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu, epilogues."""
+    # Sources: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu, epilogues.
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -27,8 +27,8 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """fmha_v2 computes strides from shapes, and counts all pages from K's first page. Sources:
-    `_check_paged_kv_non_interleaved`, fmha_v2_run.cu.
+    """Return an error sentence unless K and V lie in memory as fmha_v2 assumes. It computes strides from shapes, and counts all
+    pages from K's first page (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu).
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:

@@ -1,4 +1,4 @@
-"""The class `Kernel`, what one kernel supports, and `why_not`, the reason why a kernel does not support a call."""
+"""The class `Kernel` describes what one kernel supports. `why_not` returns the reason why a kernel does not support a call."""
 
 import importlib.util
 import itertools
@@ -19,17 +19,14 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel supports.
-
-    `queries`, `kv` and `out` are the error sentences for a query dtype that is not supported, a K/V dtype with this query
-    dtype, and an output dtype with both. They may contain `{q}`, `{kv}` and `{out}`. `kv` may map each K/V dtype to its
-    sentence, and `out` each query dtype.
+    """The (query, K/V, output) dtypes that a kernel supports, and the error sentences for all other dtypes, which may contain
+    `{q}`, `{kv}` and `{out}`.
     """
 
     triples: Triples
-    queries: str
-    kv: str | Mapping[torch.dtype, str]
-    out: str | Mapping[torch.dtype, str]
+    queries: str  # the sentence for a query dtype that is not supported
+    kv: str | Mapping[torch.dtype, str]  # for a K/V dtype with this query dtype: one sentence, or one per K/V dtype
+    out: str | Mapping[torch.dtype, str]  # for an output dtype with both: one sentence, or one per query dtype
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
         if (q, kv, out) in self.triples:
@@ -49,7 +46,9 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The values of one size, such as head_dim, that a kernel supports. The error sentence is "<words>, not <value>"."""
+    """The values of one size, such as head_dim, that a kernel supports. `size` returns the value of a call. The error sentence
+    is "<words>, not <value>".
+    """
 
     words: str
     size: Callable[[Any], Any]
@@ -70,8 +69,8 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return the support rule that a call's pair of dimensions, from `pair_of`, is one of `among`. `names` names the two
-    dimensions in the error, such as "(kv_lora_rank, qk_rope_head_dim)".
+    """Return the rule that a pair of dimensions of a call is one of `among`. `pair_of` returns the pair of a call, and `names`
+    names the two dimensions in the error sentence, such as "(kv_lora_rank, qk_rope_head_dim)".
     """
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
@@ -83,27 +82,19 @@ def mla_dims(problem: PagedAttention) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What one kernel supports.
+    """What one kernel supports."""
 
-    Attributes:
-        name: the kernel's name in sentences and recordings.
-        honours: the optional features of a call, such as a window, that the kernel computes correctly.
-        says: error sentences for unsupported features; by default "does not honour <feature>".
-        limits: a function of (capability, problem) for all other limits, called last. It returns an error sentence or None.
-        uses_triton: Triton compiles the kernel, for every GPU since SM80.
-        on_cpu: the kernel also runs on a CPU, a Triton kernel in Triton's interpreter.
-    """
-
-    name: str
+    name: str  # in error sentences and in recorded results
     calls: tuple[AttentionCall, ...]
     gpus: tuple[GpuFamily, ...]
     dtypes: Dtypes
-    honours: frozenset[Feature]
+    honours: frozenset[Feature]  # optional features of a call, such as a window, that the kernel computes correctly
     sizes: tuple[Sizes, ...] = ()
-    says: Mapping[Feature, str] = field(default_factory=dict)
+    says: Mapping[Feature, str] = field(default_factory=dict)  # error sentences; by default "does not honour <feature>"
+    # Takes (capability, problem) and checks all other limits, last. Returns an error sentence or None.
     limits: Callable[[Capability | None, Any], str | None] = lambda _capability, _problem: None
-    uses_triton: bool = False
-    on_cpu: bool = False
+    uses_triton: bool = False  # Triton compiles the kernel, for every GPU since SM80
+    on_cpu: bool = False  # the kernel also runs on a CPU, a Triton kernel in Triton's interpreter
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -111,19 +102,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A module that implements some of FlashInfer's functions.
+    """A module that implements some of FlashInfer's functions."""
 
-    Attributes:
-        module: the module's name, such as "lab.kernels.trtllm", followed by ":fa2" or ":fa3" if it has two backends.
-        package: the import name of the package that has the kernels.
-        distribution: the package's name on the package index.
-        kernels: what each kernel of the module supports; () for plain torch, which runs everywhere.
-    """
-
-    module: str
-    package: str
-    distribution: str
-    kernels: tuple[Kernel, ...] = ()
+    module: str  # such as "lab.kernels.trtllm", followed by ":fa2" or ":fa3" if it has two backends
+    package: str  # import name of the package that has the kernels
+    distribution: str  # name of this package on the package index
+    kernels: tuple[Kernel, ...] = ()  # () for plain torch, which runs everywhere
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
@@ -149,7 +133,9 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why a kernel does not run on a GPU (`capability` None: a CPU) or with these dtypes; None if it runs."""
+    """Return a sentence that says why a kernel does not run on a GPU with tensors of these dtypes; None if it does. A
+    `capability` of None stands for a CPU.
+    """
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -170,7 +156,9 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why Triton runs no kernels with these dtypes on a GPU (`capability` None: a CPU); None if it does."""
+    """Return a sentence that says why Triton runs no kernels on a GPU with tensors of these dtypes; None if it does. A
+    `capability` of None stands for a CPU.
+    """
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])

@@ -1,4 +1,4 @@
-"""What paged attention kernels of other packages support, in the release that is named at each kernel."""
+"""What paged attention kernels of other packages support. A comment at each kernel names the release of its package."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `_flash_attn_fwd`, the documentation of `flash_attn_varlen_func`."""
+    # Sources: `_flash_attn_fwd`, the documentation of `flash_attn_varlen_func`.
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
     if problem.page_size == _keys_of_a_tile(capability, problem):
@@ -43,7 +43,9 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the keys of a tile; pages of this size are loaded by TMA. Sources: `_get_fwd_config`, `_tile_size_fwd_sm90`."""
+    """Return the number of keys in FlashAttention-4's tile (`_get_fwd_config`, `_tile_size_fwd_sm90`). The package loads pages
+    of exactly this size by TMA.
+    """
     if problem.head_dim <= 128 or family_of(capability) is SM100:
         return 128
     return 64 if problem.window_left >= 0 else 80
@@ -62,7 +64,7 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """On a GPU torch numbers elements in 32 bits (pytorch/pytorch#185264)."""
+    # On a GPU torch numbers elements in 32 bits (pytorch/pytorch#185264).
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -93,7 +95,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `decode_attention.py`, `extend_attention.py`."""
+    # Sources: `decode_attention.py`, `extend_attention.py`.
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -140,7 +142,7 @@ VLLM_TRITON = paged_kernel(
 
 
 def _flash_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `sparse_prefill.cpp`, sm90/prefill/sparse/phase1.cuh."""
+    # Sources: `sparse_prefill.cpp`, sm90/prefill/sparse/phase1.cuh.
     if problem.selected is None:
         return "reads entries chosen for each row: sparse_mla_top_k must not be 0"
     sides = (("query", problem.query), ("K", problem.k_cache))

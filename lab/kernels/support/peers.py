@@ -34,7 +34,7 @@ MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACH
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Source: `_validate_generated_fa_plan`."""
+    # Source: `_validate_generated_fa_plan`.
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -62,7 +62,7 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Source: `BatchPrefillWithRaggedKVCacheWrapper`."""
+    # Source: `BatchPrefillWithRaggedKVCacheWrapper`.
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return positive_bmm1_scale(problem) or first_misaligned(sides)
 
@@ -81,7 +81,7 @@ FA3_RAGGED = RAGGED("BatchPrefillWithRaggedKVCacheWrapper with FA3", gpus=(SM90,
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: the wrappers, `AttentionSink`, the kernels."""
+    # Sources: the wrappers, `AttentionSink`, the kernels.
     if problem.sinks is not None and problem.mask is not None:  # the `LogitsMask` of `AttentionSink` ignores the mask
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:

@@ -1,4 +1,4 @@
-"""What the lab's portable Triton kernels support. Their tile sizes are powers of two, and at least 16."""
+"""What the lab's portable Triton kernels support. The sizes of their tiles are powers of two, and at least 16."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these 
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Return the largest power of two that is at most head_dim, and the rest: (128, 64) for 192."""
+    """Return the largest power of two that is at most head_dim, and the remainder: (128, 64) for 192."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, head_dim - first
 

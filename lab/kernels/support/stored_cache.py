@@ -10,20 +10,14 @@ from lab.calls.problem import PagedAttention
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """K and V with their axes in the order in which they lie in memory.
+    """K and V of a paged cache, with the axes in the order in which they lie in memory."""
 
-    Attributes:
-        layout: "HND" or "NHD", the order of the axes of a page.
-        k, v: [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD.
-        page_bytes: bytes of one page of K, or of V.
-        distance_bytes: bytes from K's first page to V's first page.
-    """
-
-    layout: str
+    layout: str  # "HND" or "NHD", the order of the axes of a page
+    # [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD
     k: torch.Tensor
     v: torch.Tensor
-    page_bytes: int
-    distance_bytes: int
+    page_bytes: int  # of one page of K, or of V
+    distance_bytes: int  # from K's first page to V's first page
 
     @property
     def is_stacked(self) -> bool:
@@ -63,7 +57,9 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return a view [num_pages * page_size, num_kv_heads, head_dim] of a pool, which NHD pages without gaps have; else None."""
+    """Return a pool [num_pages, num_kv_heads, page_size, head_dim] as a view of its tokens, [num_pages * page_size,
+    num_kv_heads, head_dim]. Return None if pages are not NHD or have gaps between them.
+    """
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
     if pages > 1 and page != page_size * token:

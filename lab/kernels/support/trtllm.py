@@ -1,5 +1,8 @@
-"""The kernel that runs each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen; and
-what FlashInfer 0.7.2's Cake kernel of decode context parallelism supports, which the lab has not run (SM100).
+"""The kernel that runs each of FlashInfer's TRT-LLM functions on a GPU: trtllm-gen's kernel, or XQA or fmha_v2 on GPUs without
+trtllm-gen.
+
+The module also says what FlashInfer 0.7.2's Cake kernel supports, which serves decode context parallelism on SM100. The lab has
+not run it.
 """
 
 from lab.calls.features import Feature
@@ -16,7 +19,7 @@ PAGE_SIZES = {BF16: 16, E4M3: 64}
 
 
 def _cake(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Source: `_validate_core_inputs` (cake_dcp.py), which also requires 1, 2, 4 or 8 ranks."""
+    # Source: `_validate_core_inputs` (cake_dcp.py), which also requires 1, 2, 4 or 8 ranks.
     kv, page_size = problem.kv_dtype, PAGE_SIZES[problem.kv_dtype]
     if problem.page_size != page_size:
         return f"reads pages of {page_size} tokens with {kv} K/V, not {problem.page_size}"

@@ -1,9 +1,9 @@
-"""What trtllm-gen's four kernels support, on SM100 and SM103. The lab has not run them: it had no such GPU.
+"""What trtllm-gen's kernels support, on SM100 and SM103. The lab has not run them, because it had no such GPU.
 
 There are two sources: the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h), and the table in which
-the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences that depend on it
-say so. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16 or 32 heads, are supported too: a later table
-is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
+the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; error sentences that depend
+on this table name it. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16 or 32 heads, are supported too:
+a later table is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,13 +63,11 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels: there is one for each combination of these values. `head_dims` are pairs of K's and V's,
-    and `page_sizes` (None,) for K/V that is not paged.
-    """
+    """A set of trtllm-gen's kernels: one kernel for each combination of a value of each field."""
 
     dtypes: Triples
-    head_dims: tuple[tuple[int, int], ...]
-    page_sizes: tuple[int | None, ...] = ANY_PAGES
+    head_dims: tuple[tuple[int, int], ...]  # pairs of K's and V's
+    page_sizes: tuple[int | None, ...] = ANY_PAGES  # (None,): K/V are not paged
     masks: tuple[MaskKind, ...] = tuple(MaskKind)
 
 
@@ -107,14 +105,18 @@ UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over N
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask by which `selectKernel` of FlashInfer selects a kernel. A window of all keys is no window."""
+    """Return the kind of mask by which FlashInfer's `selectKernel` selects a kernel. A window that contains all keys counts as
+    no window.
+    """
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if no kernel of `built` fits a call, with what the most similar kernels support."""
+    """Return an error sentence if none of the kernels `built` fits a call. The sentence names what the most similar kernels
+    support.
+    """
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -132,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return, as text, the values of `built` that do not fit a call. `fits` has an item for each field of `Built`."""
+    """Return as text the values that `built` supports, for each field of `Built` whose item in `fits` is False."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -145,7 +147,7 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _not_skipped(problem: Problem) -> str | None:
-    """Source: `mSkipsSoftmaxWhenPossible`."""
+    # Source: `mSkipsSoftmaxWhenPossible`.
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
@@ -162,7 +164,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Source: `buildNdTmaDescriptor`."""
+    # Source: `buildNdTmaDescriptor`.
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -186,7 +188,7 @@ def _unread(problem: Problem) -> str | None:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Source: `makeTmaShapeStrideKvSf`."""
+    # Source: `makeTmaShapeStrideKvSf`.
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -198,7 +200,7 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Sources: mla/_core.py, `selectMlaGenerationKernel`."""
+    # Sources: mla/_core.py, `selectMlaGenerationKernel`.
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:

@@ -1,4 +1,6 @@
-"""What XQA and XQA MLA support, by FlashInfer 0.7.2. Each limit names its source. The lab has not run XQA MLA."""
+"""What FlashInfer 0.7.2's kernels XQA and XQA MLA support. A comment names the source of each limit. The lab has not run XQA
+MLA.
+"""
 
 import torch
 
@@ -38,7 +40,7 @@ GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `xqa`, `gen_xqa_module`, xqa_wrapper.cu, mha.cu."""
+    # Sources: `xqa`, `gen_xqa_module`, xqa_wrapper.cu, mha.cu.
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
@@ -129,7 +131,7 @@ XQA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Sources: `xqa_batch_decode_with_kv_cache_mla`, mla_sm120.cu."""
+    # Sources: `xqa_batch_decode_with_kv_cache_mla`, mla_sm120.cu.
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"

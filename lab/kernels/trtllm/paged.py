@@ -1,9 +1,10 @@
 """FlashInfer's TRT-LLM decode and context calls. FlashInfer is imported at the first call.
 
 The GPU decides which kernel runs, as in an engine: trtllm-gen on SM100 and SM103; elsewhere XQA for the decode call and fmha_v2
-for the context call. The adapter adds what the kernels need and a call does not have: XQA's packed causal mask, a workspace
-whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's counters. trtllm-gen's path
-was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`), because the lab had no SM100 or SM103.
+for the context call. The adapter adds what these kernels need and FlashInfer's call does not contain: XQA's packed causal mask,
+a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's counters. The
+calls for trtllm-gen were checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`), because the lab had no SM100 or
+SM103.
 """
 
 import functools
@@ -88,8 +89,8 @@ prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache =
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return the call's arguments for K/V (a pair of HND views), page tables and window, as every kernel of FlashInfer 0.7.2
-    reads them correctly, and the `refreshes` of `PreparedCall`.
+    """Return the arguments of a call for K/V (a pair of HND views), page tables and window, in the forms that every kernel of
+    FlashInfer 0.7.2 reads correctly, and the `refreshes` of `PreparedCall`.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -106,8 +107,8 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
-    It is cached per device, q_len and next power of 2 of batch_size. RuntimeError: a CUDA graph is being captured, in which
-    alone a mask that is not cached would exist.
+    The mask is cached per device, q_len and next power of 2 of batch_size. Raises RuntimeError if a CUDA graph is being
+    captured and the mask is not in the cache: it would exist only inside the graph.
     """
     rows = 1 << max(batch_size - 1, 0).bit_length()
     return _causal_mask(rows, q_len, device)[:batch_size]

@@ -1,6 +1,7 @@
-"""FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103, which the lab did not have: the call was
-checked with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel does not write rows that see no key. If there may
-be such rows, the adapter writes them after the kernel, as SGLang 0.5.23's backend does.
+"""FlashInfer's `trtllm_ragged_attention_deepseek`, which runs trtllm-gen on SM100 and SM103.
+
+The lab had no such GPU: the call was checked with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel does not write
+rows that see no key. If there may be such rows, the adapter writes them after the kernel, as SGLang 0.5.23's backend does.
 """
 
 import math
@@ -49,7 +50,7 @@ prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = ent
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows that see none."""
+    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows without keys."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -72,8 +73,8 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key: the output 0, and the LSE the sink's logit in base 2, or -inf without a sink.
-    The host reads nothing from the device.
+    """Write the results of rows that see no key: 0 to the output; to the LSE the sink's logit in base 2, or -inf without a
+    sink. The host reads nothing from the device.
     """
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
