@@ -1,4 +1,4 @@
-"""The work that is judged and timed: geometries of models, batches as text or from traces, and named forward passes."""
+"""Attention work to judge and to time: geometries of models, batches as text or from traces, and named forward passes."""
 
 from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase

@@ -14,7 +14,7 @@ from lab.workloads.interfaces import PAGED_CALLS
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes an equal dataclass instance. Fields at their default are left out."""
+    """Return Python source that creates an equal dataclass instance. It leaves out fields that have their default value."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)
@@ -25,7 +25,7 @@ def short_repr(case: Any) -> str:
 
 
 class Contents(NamedEnum):
-    """The kind of numbers that query, keys and values contain. The text of a member describes the numbers."""
+    """The kind of numbers in the query, keys and values of a case. A member's text describes the numbers and what they show."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -41,7 +41,7 @@ class Contents(NamedEnum):
 
 
 class Dead(NamedEnum):
-    """The numbers in cache cells that no row may read: those after a request's last key, and those of unused pages."""
+    """The numbers in cache cells that no query row may read: cells after a request's last key, and cells of unused pages."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -67,7 +67,7 @@ class TableTail(NamedEnum):
 
 
 class Entries(NamedEnum):
-    """Which keys each row of a sparse call selects, and in which columns. The row's columns without a key contain -1."""
+    """Which keys each query row of a sparse MLA call selects, and in which of its `top_k` columns. Other columns contain -1."""
 
     MIXED = "some keys in any order, with -1 between them"
     ORDERED = "as many keys as there are columns, in ascending order"
@@ -80,7 +80,7 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if some rows select no key or have -1 before their first one, which `top_k_lens` excludes."""
+        """Return True if some rows select no key or have -1 before their first key, which a call with `top_k_lens` excludes."""
         return self in (Entries.NONE, Entries.LATE)
 
 
@@ -111,7 +111,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention call as data, without tensors. Its `repr` makes an equal case."""
+    """One attention call as data, without tensors. Evaluating its `repr` creates an equal case."""
 
     interface: AttentionCall  #: DECODE, CONTEXT or MLA_DECODE
     kv_lens: tuple[int, ...]  #: number of keys of each request, its query tokens included; may be less than q_lens
@@ -188,7 +188,7 @@ class AttentionCase:
 
     @cached_property
     def has_window_argument(self) -> bool:
-        """Return True if FlashInfer supports a window in this call."""
+        """Return True if FlashInfer supports a sliding window in this call."""
         return not self.is_mla and self.head_pages is None and self.rank is None
 
     @cached_property
@@ -197,7 +197,7 @@ class AttentionCase:
 
     @cached_property
     def all_kv_lens(self) -> tuple[int, ...]:
-        """Return each request's number of keys on all context-parallel ranks; the case's rank has `kv_lens` of them."""
+        """Return each request's number of keys on all context-parallel ranks together. `kv_lens` counts those of one rank."""
         rank, world = self.rank or (0, 1)
         return tuple(
             max(world * (kv_len - 1) + rank + 1 + (request + self.seed) % world if kv_len else min(rank, q_len), q_len)
@@ -217,7 +217,7 @@ class AttentionCase:
         return self.storage.page_size
 
     def selected_pages(self, request: int, kv_head: int) -> list[int]:
-        """Return which of a request's pages, numbered from 0, a K/V head selects in a block-sparse call."""
+        """Return the numbers, from 0, of the pages of a request that a K/V head selects in a block-sparse call."""
         last = -(-self.kv_lens[request] // self.page_size) - 1
         if last < 0 or (self.head_pages is HeadPages.SOME_NONE and (request + kv_head) % 2 == 0):
             return []

@@ -20,7 +20,7 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar."""
+    """The numbers of query rows and of keys of each request. `str` returns the shortest text that `parse_batch` can read."""
 
     q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
     kv_lens: tuple[int, ...]  #: tokens of each request, the new ones included
@@ -51,7 +51,7 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """Return the batch that a text describes, in the module's grammar. Raise ValueError, which names the wrong group."""
+    """Return the batch that a text such as "2q2k_32q1s1k" describes, in the grammar above. Raise ValueError for other texts."""
     groups = [_parse_group(group) for group in text.split("_")]
     return Batch(
         tuple(q_len for count, q_len, _ in groups for _ in range(count)),
@@ -62,7 +62,7 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return a batch of equal requests for each combination of the values; `q_lens` varies fastest."""
+    """Return a batch of equal requests for each combination of the three arguments' values; `q_lens` varies fastest."""
     return tuple(
         Batch((q_len,) * count, (kv_len,) * count) for count, kv_len, q_len in product(num_requests, kv_lens, q_lens)
     )

@@ -21,7 +21,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of one rank's part of an attention layer with grouped queries. A base class of frozen dataclasses."""
+    """The sizes of one tensor-parallel rank's slice of an attention layer with grouped queries. Base class of dataclasses."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -43,7 +43,7 @@ class GroupedLayer:
 
 @dataclass(frozen=True, repr=False)
 class ForwardCase(GroupedLayer, PassCase):
-    """One forward pass over paged K and V, as data. Fields without a comment are as in `PassCase`.
+    """One forward pass with grouped queries over paged K and V, as data. `PassCase` documents the fields without a comment.
 
     Raises:
         TypeError: an argument has a wrong type, or the judge has no error bound for a dtype.
@@ -200,24 +200,21 @@ class ForwardCase(GroupedLayer, PassCase):
                 f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
                 "split_mixed_tail False and take another kv_dtype"
             )
-        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int):
-            raise TypeError(f"page_size={self.page_size!r} must be an int: tokens per page, a power of two such as 64")
-        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+        check_int("page_size", self.page_size, 1, "it is the number of tokens per page, a power of two such as 64")
+        if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size={self.page_size} must be a power of two, 1 or more: kernels divide by shifts")
         if self.sliding_window and geometry(self.geometry).sliding_window is None:
             raise ValueError(f"{self.geometry} has no sliding-window layers: leave sliding_window False")
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls. It is CONTEXT if the pass calls both CONTEXT and DECODE. A pass
-        calls both with `split_mixed_tail`, or in vLLM if some but not all requests have at most `decode_threshold` rows.
-        """
+        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too (`split_mixed_tail`, or vLLM)."""
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend, which calls `implementation`. None is enough to build metadata."""
+        """Return the engine's attention backend, which calls `implementation`; None if it is only to build metadata."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:
@@ -248,7 +245,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys to read: rows and heads of a block-sparse pass may select the same pages."""
+        """Return the least number of keys that a kernel reads: all rows of a block-sparse pass may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

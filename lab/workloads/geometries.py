@@ -28,7 +28,7 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return one of `size` ranks' part of the layer, with a K/V head at least. Raise ValueError if heads do not divide."""
+        """Return the slice of the layer on one of `size` GPUs, with at least one K/V head. Raise ValueError for other sizes."""
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
         if self.num_kv_heads % size and size % self.num_kv_heads:
@@ -61,7 +61,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a synthetic geometry with these sizes: "tiny" if it has them, or like "tiny-4x2x128-sinks"."""
+    """Return the name of a synthetic geometry with these sizes, such as "tiny-4x2x128-sinks", or "tiny" for its sizes."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name
@@ -69,7 +69,7 @@ def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
 
 
 def geometry(name: str) -> Geometry:
-    """Return the geometry of a key of `GEOMETRIES`, or of a name that `tiny` returns. Raise ValueError for another name."""
+    """Return the geometry with a name that is a key of `GEOMETRIES` or a result of `tiny`. Raise ValueError for other names."""
     if found := TINY.fullmatch(name):
         group, heads, head_dim = map(int, found.groups()[:3])
         usual = GEOMETRIES["tiny"]

@@ -18,7 +18,7 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """Sequences of graph replays, eager passes and overwritten buffers for `lab.checks.properties.graph_replays`."""
+    """A sequence of CUDA graph replays, eager passes and overwritten buffers, run by `lab.checks.properties.graph_replays`."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -73,11 +73,11 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A sequence of replays of the MLA backend; with `compress_ratio`, of DeepSeek-V4's (DSV4), pages of 128 tokens; with
-    only `index_topk`, of that of DeepSeek sparse attention (DSA). Other pages have 32 or 64 tokens.
+    """A sequence of CUDA graph replays of one backend: DeepSeek-V4's (DSV4) if `compress_ratio` is set, that of DeepSeek sparse
+    attention (DSA) if only `index_topk` is set, otherwise the MLA backend.
     """
 
-    page_size: int = 32
+    page_size: int = 32  #: 32 or 64; with `compress_ratio` 128
     num_pages: int = 5
     attention: DraftAttention = DraftAttention.MLA  #: decides whether lengths in a draft step count the drafted tokens
     index_topk: int | None = None
@@ -99,14 +99,13 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:
-    """Return the two modes that vLLM captures in graphs: a decode, and a verification of `width` query rows per request. The
-    latter is a DRAFT_EXTEND_V2, because its lengths count the rows; those of a TARGET_VERIFY do not.
-    """
+    """Return the modes that vLLM captures in CUDA graphs: a decode, and a verification of `width` query rows per request."""
+    # vLLM's lengths count the rows of a verification, as those of DRAFT_EXTEND_V2 do and those of TARGET_VERIFY do not.
     return GraphMode(ForwardMode.DECODE), GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width))
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs. `width` is the largest number of rows of a request where there are several."""
+    """Return every forward mode that runs in CUDA graphs, with `width` query rows per request unless the mode has one row."""
     several = [mode for mode in ForwardMode if mode.in_graph and mode.query_rows is not QueryRows.ONE]
     several.sort(key=lambda mode: mode.extends_draft)
     return GraphMode(ForwardMode.DECODE), GraphMode.draft_decode(1), *(GraphMode(mode, width) for mode in several)

@@ -18,8 +18,7 @@ def interface_of(name: str) -> Interface:
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the functions that the lab can judge and the implementation has. Raise ValueError if the
-    implementation has an attribute with the name of such a function that cannot be called."""
+    """Return the functions of `INTERFACES` that the implementation has. Raise ValueError if one is not callable."""
     found = {each: getattr(implementation, each.value, None) for each in INTERFACES}
     for each, function in found.items():
         if function is not None and not callable(function):

@@ -18,7 +18,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class LatentLayer:
-    """The sizes of a layer of latent attention (MLA) with absorbed projections. A base class of frozen dataclasses."""
+    """The sizes of a layer of latent attention (MLA) with absorbed projections. Base class of dataclasses."""
 
     num_qo_heads: int  #: sizes of one layer on one GPU: DeepSeek-V3 has 128 heads
     kv_lora_rank: int  #: DeepSeek-V3 and V4 have 512
@@ -44,7 +44,7 @@ class LatentLayer:
 
     @property
     def softmax_scale(self) -> float:
-        """Return 1 / sqrt(head_dim of a key before absorption: kv_lora_rank // 4 and qk_rope_head_dim), as in DeepSeek-V3."""
+        """Return 1 / sqrt(kv_lora_rank // 4 + qk_rope_head_dim). The sum is the head_dim before absorption in DeepSeek-V3."""
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property
@@ -57,13 +57,13 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a token's entry, both key and value, and of the compressed entry of a group that ends there."""
+        """Return the shape of a token's cache entry, and with `compress_ratio` that of a compressed entry of several tokens."""
         return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
 
 @dataclass(frozen=True, repr=False)
 class MLACase(LatentLayer, PassCase):
-    """One forward pass over paged latent entries on the MLA decode kernel, as data; other fields are as in `PassCase`."""
+    """One forward pass of latent attention (MLA) over a paged cache, as data. `PassCase` documents fields without a comment."""
 
     #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2; if rows select entries, also a prefill
     mode: ForwardMode
@@ -155,7 +155,7 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many different entries the last `rows` rows of a `seen`-token request see if they select alike."""
+        """Return the least number of different cache entries that the last `rows` rows of a request of `seen` tokens see."""
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0
@@ -167,7 +167,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of entries to read: all rows of a request may select the same entries."""
+        """Return the least number of cache entries that a kernel reads: all rows of a request may select the same entries."""
         return sum(
             self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
         )

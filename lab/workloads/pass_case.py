@@ -1,10 +1,11 @@
-"""The base class of forward passes as data: fields, lengths derived from them, and checks of the fields."""
+"""The base class of `ForwardCase` and `MLACase`: fields, lengths derived from them, and checks of the fields."""
 
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
+from lab.calls.arguments import check_int
 from lab.calls.problem import E4M3, HALF_DTYPES
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
@@ -17,7 +18,7 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass of one or more requests, as data. Each backend has a subclass, a frozen dataclass."""
+    """A forward pass of one or more requests, as data. Its subclasses are frozen dataclasses."""
 
     mode: ForwardMode
     page_size: int  #: tokens per page
@@ -41,7 +42,7 @@ class PassCase(PassLens):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of keys that the last row of each request would see if there were no window."""
+        """Return the number of keys that the last row of each request would see without a sliding window."""
         return self.kv_lens
 
     @property
@@ -52,7 +53,7 @@ class PassCase(PassLens):
 
     @cached_property
     def max_context_len(self) -> int:
-        """Return the largest length of a request: longer than these, so that page tables have columns after their pages."""
+        """Return the engine's largest request length. It exceeds the lengths here, so that page tables have unused columns."""
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
@@ -90,25 +91,16 @@ class PassCase(PassLens):
             draft_step=(is_draft_step, "only ForwardMode.DECODE has draft steps"),
             num_draft_tokens=(rows.are_bounded, "only ForwardMode.RAGGED_VERIFY has most rows of a request"),
         )
-        draft_step: object = self.draft_step
-        if draft_step is None:
-            return
-        if isinstance(draft_step, bool) or not isinstance(draft_step, int):
-            raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
-        if draft_step < FROZEN_KV_STEP:
-            raise ValueError(
-                f"draft_step={draft_step} must be 0 or more, or {FROZEN_KV_STEP} in a frozen-KV draft: the first draft step is "
-                "0, a plain decode None"
-            )
-        if draft_step == FROZEN_KV_STEP and min(self.prefix_lens) < 1:
+        if self.draft_step is not None:
+            remedy = f"the first draft step is 0, a frozen-KV draft {FROZEN_KV_STEP}, and a pass outside drafting None"
+            check_int("draft_step", self.draft_step, FROZEN_KV_STEP, remedy)
+        if self.draft_step == FROZEN_KV_STEP and min(self.prefix_lens) < 1:
             raise ValueError(
                 f"prefix_lens={self.prefix_lens}: a row of a frozen-KV draft is at its request's last token, so each has one"
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set that the pass ignores. `uses` has, by the field's name, whether the pass uses the
-        field, and words that say which passes do.
-        """
+        """Raise ValueError if a field is set that the pass ignores. `uses`: field -> (is it used, words on who uses it)."""
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:

@@ -1,4 +1,4 @@
-"""Requests of one forward pass: admit them to a pool, write their histories (K and V) into a cache, and make a batch."""
+"""Requests of one forward pass: admit them to a K/V pool, write their tokens' K and V into a cache, and make a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """The lengths of the requests in a forward pass: prefixes and query rows. A base class of dataclasses with these fields."""
+    """The lengths of the requests in a forward pass: prefixes and query rows. Base class of dataclasses."""
 
     prefix_lens: tuple[int, ...]  #: tokens of each request before the pass
     q_lens: tuple[int, ...]  #: query rows of each request, its newest tokens
@@ -45,7 +45,7 @@ class PassLens:
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass, with their rows in a pool's request table; other fields are as in `PassLens`."""
+    """The requests of one forward pass, admitted to a K/V pool. `PassLens` documents the fields without a comment."""
 
     pool: KVPool  #: holds the requests, and may hold more tokens of a request than the pass sees
     rows: tuple[int, ...]  #: ``req_pool_index`` of each request
@@ -67,7 +67,7 @@ class Requests(PassLens):
         )
 
     def evict(self, window_left: int) -> tuple[int, ...]:
-        """Evict the sliding-window pages that no row of the pass sees; return each request's first position that remains."""
+        """Evict the sliding-window pages that no query row sees. Return the first remaining position of each request."""
         kept = []
         for row, first_row in zip(self.rows, self.first_rows, strict=True):
             before = max(0, first_row - window_left)
@@ -83,9 +83,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write the tokens of `histories`, from position `first` (None: 0) on, to their slots in a cache of one of the
-        pools.
-        """
+        """Write K and V of the requests' tokens (`histories`) to a cache, from the positions `first` (None: 0) on."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -117,8 +115,8 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty pool with pages for requests of these lengths, page 0, the sink, and `spare_pages`. `swa_spare_pages`
-    None: no sliding-window pool. With `virtual_slots` there are three times as many virtual pages as pages.
+    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0, to which padding rows
+    write. `swa_spare_pages` None: no sliding-window pool. `virtual_slots`: there are three virtual pages for each page.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(
@@ -145,9 +143,7 @@ def admit(
     num_draft_tokens: int | None = None,
     topk: int = 1,
 ) -> Requests:
-    """Admit requests to a pool, with slots for all their tokens. All branches of a request (`topk`) share its row of the
-    pool.
-    """
+    """Admit requests to a K/V pool, with slots for all tokens. The `topk` draft branches of a request have one row in it."""
     lens = _kv_lens(prefix_lens, q_lens, draft_step)
     rows = [row for length in lens[::topk] for row in (pool.add_request(length),) * topk]
     return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)
@@ -170,8 +166,7 @@ def forward_batch(
     num_draft_tokens: int | None = None,
     num_padding_rows: int = 0,
 ) -> ForwardBatch:
-    """Return a `ForwardBatch` with the lengths, host lists and `SpecInfo` of an engine. The host reads nothing from the
-    device.
+    """Return the `ForwardBatch` that an engine makes for these requests, without a read from the device.
 
     Args:
         rows: ``req_pool_index`` of each request, [batch_size] int64.

@@ -107,7 +107,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the pass that a name describes; `trace` None: the lab's own. Raise ValueError, with the name, for a wrong one."""
+    """Return the forward pass that a name describes. `trace` None: the lab's own. Raise ValueError for a wrong name."""
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
@@ -117,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the pass that a name describes, as `scenario` does, also of latent attention (MLA)."""
+    """Return the forward pass that a name describes, as `scenario` does, and also passes of latent attention (MLA)."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):
@@ -160,8 +160,8 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the keyword arguments for options such as ``page16``: `flags` have (argument, value), `numbered` arguments.
-    Raise ValueError if an option is unknown, or two set one argument. `of` follows "option" in messages.
+    """Return the keyword arguments that options such as "hnd" and "page16" set. `flags` maps "hnd" to (argument, value), and
+    `numbered` maps "page" to an argument. Raise ValueError for an unknown option, or if two options set the same argument.
     """
     settings: dict[str, Any] = {}
     for option in options:

@@ -31,7 +31,7 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    """Return the lab's own small trace, which `synthetic_chat` has drawn."""
+    """Return the lab's own small trace, a file that `synthetic_chat` has drawn."""
     return read_mooncake(OWN_TRACE)
 
 
@@ -144,7 +144,7 @@ def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the cached tokens of each request that runs at `at_ms`: from its arrival for output_length * `ms_per_token`."""
+    """Return the cached tokens of each request running at `at_ms`. It runs for output_length * `ms_per_token` after arrival."""
     if not 0 < ms_per_token < math.inf:
         raise ValueError(
             f"ms_per_token={ms_per_token} must be finite and more than 0: the time that one generated token takes"
@@ -158,9 +158,9 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the cached tokens of each request of a decode batch: the first `batch_size` requests that run at the first full
-    second at which `batch_size` requests run. 50 ms per token is a moderate interactive pace. Raise ValueError if fewer
-    requests run at all times.
+    """Return the number of cached tokens of each request in a decode batch. The batch is the first `batch_size` requests that
+    run at the first full second at which enough requests run. 50 ms per token is a moderate interactive pace. Raise ValueError
+    if there is no such second.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")
@@ -175,8 +175,8 @@ def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: f
 
 
 def synthetic_chat(num_requests: int = 1000, seed: int = 1) -> list[TracedRequest]:
-    """Draw the lab's synthetic trace, which is the same on every machine. It is fitted to no service: arrivals are Poisson,
-    20 a second, prompts log-normal, median 1,000 tokens, sigma 1.2, clipped, and answers log-normal, median 250, sigma 0.9.
+    """Draw a synthetic trace, the same on every machine and fitted to no service. Arrivals are Poisson, 20 a second. Prompts
+    are log-normal with median 1,000 tokens and sigma 1.2, answers with median 250 tokens and sigma 0.9. Both are clipped.
     """
     random = Random(seed)
     requests, arrival_ms = [], 0.0

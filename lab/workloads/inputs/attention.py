@@ -1,4 +1,4 @@
-"""The tensors of a call over a paged cache: each request's K and V (its history), pages in a pool, and arguments."""
+"""Build the tensors of a call over a paged K/V cache: each request's K and V, the pages that store them, and the arguments."""
 
 import itertools
 import random
@@ -33,7 +33,6 @@ from lab.workloads.inputs.selection import (
     seen_keys,
     selected_positions,
 )
-from lab.workloads.inputs.views import with_strides_of
 
 # The page id in the columns of a page table after a request's last page. The columns of FOREIGN have different ids.
 TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
@@ -41,7 +40,7 @@ TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a call over a paged cache, and each request's history: its K and V, which the cache stores in pages."""
+    """The tensors of a call over a paged cache, and as `histories` each request's K and V, from which results are computed."""
 
     case: AttentionCase
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
@@ -116,7 +115,7 @@ class AttentionInputs:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call by FlashInfer's names. Arguments at their default are left out."""
+        """Return the keyword arguments of FlashInfer's function, without those that have their default value."""
         case, q_lens, device = self.case, self.case.q_lens, self.query.device
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -136,9 +135,9 @@ class AttentionInputs:
         if not self.causal:
             arguments["causal"] = False
         if self.scale_factors is not None:
-            # XQA's order; it is not block-sparse
-            is_plain = case.interface is AttentionCall.DECODE and self.seen is None
-            arguments |= self.scale_factor_arguments(interleaved=not is_plain)
+            # XQA has no context calls and no block-sparse calls.
+            is_of_xqa = case.interface is AttentionCall.DECODE and self.seen is None
+            arguments |= self.scale_factor_arguments(interleaved=not is_of_xqa)
         if case.is_mla:
             arguments |= {
                 "query": self.query if case.offsets else self.query.unflatten(0, (len(q_lens), q_lens[0])),
@@ -205,22 +204,22 @@ class AttentionInputs:
         return truth_of_requests(*requests, selected=selected, seen=self.seen)
 
     def with_separate_tables(self) -> "AttentionInputs":
-        """Return the same requests with V's pages in another order than K's, so that V needs a page table of its own."""
+        """Return the same requests with the pages of V in another order than those of K, so that V needs its own page table."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
-        moved = with_strides_of(pages.flip(0), pages)
+        moved = pages.new_empty_strided(pages.shape, pages.stride()).copy_(pages.flip(0))
         if factors is not None:
             factors = factors[0], factors[1].flip(0)
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places` in the first `used[row]` columns of each row, and in the others the case's `table_tail`."""
+        """Return `places()` with the page ids of the case's `table_tail` in each row's columns from `used[row]` on."""
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
 
     def places(self) -> Tensor:
-        """Return for each row the pool slots of the entries that it selects, int32 [num_rows, top_k], with -1 for none."""
+        """Return the pool slots of the cache entries that each row selects, int32 [num_rows, top_k]; -1 for no entry."""
         size, rows = self.case.page_size, []
         for table, positions in zip(self.block_tables, self.selected or (), strict=True):
             pages = table[(positions.clamp(min=0) // size)]
@@ -238,7 +237,7 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return kv_cache_sf and backend: of trtllm-gen, with V's in its order, if `interleaved`; else of XQA."""
+        """Return the arguments `kv_cache_sf` and `backend`: of trtllm-gen, whose V factors are `interleaved`, or of XQA."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -251,7 +250,7 @@ class AttentionInputs:
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the offsets of the requests' rows, int32 [len(lens) + 1]."""
+    """Return the running sum of the lengths, from 0 on: int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
@@ -260,7 +259,7 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Draw the K and V of a case's requests, store them in shuffled pages of a pool, and return all tensors of the call."""
+    """Draw query, K and V of a case's requests, store K and V in shuffled pages of a pool, and return the call's tensors."""
     query, keys, values, sinks = draw_contents(case, device)
     stored = stored_kv(case.kv_dtype, keys, values)
     size, storage = case.page_size, case.storage
@@ -334,9 +333,7 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return int32 [len(tables), most_pages + spare_columns]: the ids in `tables`, then the case's tail, foreign ones of
-    `live`.
-    """
+    """Return the page table, int32 [len(tables), most_pages + spare_columns]. Foreign ids after a row's pages are in `live`."""
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)
     if page_id is None:

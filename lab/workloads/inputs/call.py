@@ -1,4 +1,4 @@
-"""Calls with optional arguments, such as scales as tensors, their expected results, and changed contents for graph replays."""
+"""Build calls with optional arguments, such as scales as tensors, and change their contents for replays of a CUDA graph."""
 
 import functools
 import math
@@ -26,9 +26,9 @@ CallInputs = AttentionInputs | RaggedInputs
 
 @dataclass(eq=False)
 class BuiltCall:
-    """A call that is ready to be made: its arguments, the inputs for its expected results, and guards around its buffers."""
+    """A call that is ready to be made: its arguments, and what is needed to compute and check its results."""
 
-    forms: Any  # the optional arguments of the call
+    forms: Any  # the optional arguments of the call: `Forms`, or a `Configuration`
     inputs: Any  # one of `CallInputs`
     given: dict[str, Any] = field(default_factory=dict)  # the arguments by name
     # Fields of `Rules` by which the expected result differs from the expected result of the inputs
@@ -50,7 +50,7 @@ class BuiltCall:
 
     @property
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors among the arguments that the kernel must not change, by name."""
+        """Return the tensor arguments that the kernel must not change, by name."""
         found: dict[str, Tensor] = {}
         for name, value in self.given.items():
             parts = value if isinstance(value, tuple | list) else (value,)
@@ -63,7 +63,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Take the workspace of the other call, and its tensors that equal this call's in bits and memory layout."""
+        """Replace this call's workspace by the other call's, and each tensor that has an equal one in the other call by it."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -86,7 +86,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call. The value is its name in reports."""
+    """An optional argument or result of a call. The text is its name in reports."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return a call with the optional arguments and results in `forms`: sinks only with Form.SINKS, a mask with Form.MASK."""
+    """Return the call of `inputs` with the optional arguments and results in `forms` and no others, not even sinks or mask."""
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
     )
@@ -130,15 +130,15 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
 
 
 def random_mask(case: AttentionCase) -> Tensor:
-    """Draw a mask over the draft tokens of each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
+    """Draw a mask over the draft tokens of each request, bool [batch_size, q_len, q_len]. Each token sees itself."""
     q_len = max(case.q_lens)
     drawn = torch.rand(len(case.q_lens), q_len, q_len, generator=torch.Generator().manual_seed(case.seed)) < 0.6
     return drawn | torch.eye(q_len, dtype=torch.bool)
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the inputs of a call one after another, and yield (name of the change, call with all changes so far). `other`
-    and `moved` are calls with other contents but the same lengths and optional arguments; `moved` has other pages too.
+    """Change the inputs of a call one after another, and yield (what changed, the call with all changes so far). `other` and
+    `moved` have new contents for the same lengths and optional arguments. `moved` also has new page ids.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

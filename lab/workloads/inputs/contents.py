@@ -1,9 +1,9 @@
-"""The contents of tensors: draw queries, keys and values, store them in a cache's dtype, and fill all other memory with
-poison, which would change a result if a kernel read it.
+"""Draw queries, keys and values, store them in a cache's dtype, and fill all other memory with poison: values that would change
+a result if a kernel read them.
 
-A needle is a key that outweighs all other keys, where an error of one position shows. Each K/V head has its own direction.
-Needles are keys in this direction, every query row has a component in it, and a needle's logit exceeds the others, which are
-within about ± 1, by `HEIGHT`.
+A needle is a key that outweighs all other keys, so that an error of one position shows. Each K/V head has its own direction.
+Needles are keys in this direction, and every query row has a component in it. A needle's logit exceeds the other logits, which
+are within about ± 1, by `HEIGHT`.
 """
 
 import math
@@ -88,7 +88,7 @@ def _needles(drawn: _Drawn) -> None:
 
 
 def _counted(drawn: _Drawn) -> None:
-    """Make queries zero, and values one-hot codes of the key's position, in sizes that differ by head."""
+    """Make queries zero, and each value a code of its key's position: ones in two columns, times a factor of the head."""
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
     values = drawn.values.zero_()
@@ -102,14 +102,14 @@ def _counted(drawn: _Drawn) -> None:
 
 
 def _low(drawn: _Drawn) -> None:
-    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, by the last coordinate."""
+    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, with the last element of Q and K."""
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
     drawn.keys[..., -1] = -largest
     drawn.query.zero_()[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
 
 
 def _tall(drawn: _Drawn) -> None:
-    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. With e4m3 keys some steps are equal."""
+    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. Rounding to e4m3 merges some steps."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
     largest = torch.finfo(drawn.case.dtype).max
@@ -119,8 +119,8 @@ def _tall(drawn: _Drawn) -> None:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> None:
-    """Set key 0's value to zero, its logit to `logit` and all other logits to 0, by the last coordinate: in MLA rotary."""
-    product = logit / drawn.case.softmax_scale
+    """Set the value of key 0 to zero, its logit to `logit` and all other logits to 0."""
+    product = logit / drawn.case.softmax_scale  # of the last elements of Q and K, in MLA of the rotary part
     # No dtype rounds a power of two. Otherwise a Q cast to e4m3 (12.73 to 13) turns e**-9 into e**-9.19: outputs 14 % smaller.
     at_query = 2.0 ** round(math.log2(product / 8.0))
     drawn.query.zero_()[..., -1] = at_query
@@ -157,7 +157,7 @@ _SHAPE: dict[Contents, Callable[[_Drawn], object]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles: where a first, a middle and the last row's keys, pages, tiles and windows begin or end."""
+    """Return key positions for needles: at and next to the edges of the pages, tiles and windows of three query rows."""
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
         edges |= {position, *(position // size * size for size in (page_size, *TILE_SIZES))}
@@ -167,12 +167,12 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query [rows, num_qo_heads, head_dim] plus `LEAN` times the unit vector in `directions` of each K/V head."""
+    """Add `LEAN` times each K/V head's unit vector in `directions` to the query [rows, num_qo_heads, head_dim]."""
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn the keys at these positions of `keys`, [kv_len, num_kv_heads, head_dim], into needles, in place."""
+    """Turn the keys at these positions, in `keys` [kv_len, num_kv_heads, head_dim], into needles, in place."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 
@@ -186,10 +186,12 @@ def draw_histories(
     head_dims: Sequence[int],
     softmax_scale: float,
 ) -> tuple[Tensor, list[History]]:
-    """Return the query [num_rows, num_qo_heads, head_dim], and for each request its K and V, or its latent entries, [kv_len,
-    num_kv_heads, head_dim] each: N(0, 1), float32. `needles` has positions of each request's needles. `head_dims` are those
-    of K and V, or of each entry; the first is the query's too. The `lens.topk` draft branches of
-    a request share one history.
+    """Draw the query [num_rows, num_qo_heads, head_dim], and each request's history: K and V, or latent entries, [kv_len,
+    num_kv_heads, head_dim] each. All are N(0, 1), float32. The `lens.topk` draft branches of a request share one history.
+
+    Args:
+        needles: positions of each request's needles; None for no needles.
+        head_dims: the head_dim of K and of V, or of each kind of entry. The first one is also the query's.
     """
 
     def randn(*shape: int) -> Tensor:
@@ -209,12 +211,12 @@ def draw_histories(
 
 
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `values` (K or V) in a cache's dtype. For an e4m3 cache they are divided by `scale` first."""
+    """Convert K or V to a cache's dtype. For an e4m3 cache they are divided by `scale` first."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in which a cache of this dtype stores them: (K, V), or for NVFP4 (K, V, K's scale factors, V's)."""
+    """Convert K and V to a cache's dtype. Return (K, V), for NVFP4 (K, V, scale factors of K, scale factors of V)."""
     if dtype != NVFP4:
         return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
@@ -222,12 +224,12 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored K and V as a kernel reads them, before it applies the layer's scales: NVFP4's dequantised."""
+    """Return K and V from the result of `stored_kv`, before a layer's scales are applied. NVFP4 is dequantised."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None: that of `POISON`, also for NVFP4, which cannot hold NaN, unless the value is 0."""
+    """Fill a tensor with a value; None is the dtype's value in `POISON`. NVFP4 has no NaN: it gets that value unless 0."""
     if value is None or (storage.dtype == NVFP4 and value != 0):
         value = POISON[storage.dtype]
     storage.fill_(value)
@@ -238,7 +240,7 @@ def fill_dead(pool: Tensor, dead: Dead) -> None:
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output with NaN and huge values, which show if a kernel leaves, adds to or compares an element. Return it."""
+    """Fill an output with NaN and huge values, which show in an element that a kernel does not overwrite. Return the output."""
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
     turns = values.repeat(-(-buffer.numel() // len(values)))[: buffer.numel()]
@@ -246,7 +248,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a workspace of zeros, uint8: 8 MiB of semaphores (counters), then scratch; `of_engine`: for large batches."""
+    """Return a workspace of zeros, uint8: 8 MiB of semaphores, then scratch, with `of_engine` as large as SGLang's."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.

@@ -1,4 +1,4 @@
-"""Check that a function writes a multi-step draft's K/V lists (slots that each step reads), and no other memory."""
+"""Check that a function writes the K/V index lists of a multi-step draft (slots that each step reads), and nothing else."""
 
 import inspect
 from collections.abc import Callable
@@ -24,9 +24,7 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A multi-step draft for which K/V lists are written, as data. Negative `spare_columns`, `spare_capacity`: too small a
-    tensor.
-    """
+    """A multi-step draft, as data. With negative `spare_columns` or `spare_capacity` a tensor is too small for the draft."""
 
     lens: tuple[int, ...]  # lengths of the prefixes
     num_steps: int = 3
@@ -57,7 +55,7 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Return how many columns of ``req_to_token`` the longest request needs, its drafted tokens included."""
+        """Return the number of columns of ``req_to_token`` that the longest request needs, with its drafted tokens."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
@@ -69,7 +67,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a draft. `arguments` has them as keyword arguments of `generate_draft_decode_kv_indices`."""
+    """The tensors of a multi-step draft: `arguments` are the keyword arguments of `generate_draft_decode_kv_indices`."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
@@ -120,7 +118,7 @@ class DraftLists:
         return found
 
     def take(self, other: "DraftLists") -> None:
-        """Copy the inputs of a draft of the same sizes into these tensors, as an engine does before a graph replay."""
+        """Copy the inputs of another draft of the same sizes into these tensors, as an engine does before a graph replay."""
         theirs = other._inputs()
         for name, value in self._inputs().items():
             value.copy_(theirs[name])
@@ -146,7 +144,7 @@ class DraftLists:
         return self._surrounded(name, len(values))[1].copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token``, whose cells all differ: slots, or page ids in tables of pages; virtual ones may be -1."""
+        """Return ``req_to_token`` with distinct slots or page ids. With virtual ids some cells are -1."""
         case = self.case
         shape = case.num_rows, max(1, case.longest_row + case.spare_columns)
         _, part = self._surrounded("req_to_token", *shape, filling=FOREIGN, after=case.row_gap)
@@ -157,14 +155,14 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``, which maps each virtual page of `table` to a page of the pool, or to -1 if it has none."""
+        """Return ``v2p``, which maps each virtual page of `table` to a page of the pool, or to -1 for no page."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return what to add to entries of `source`, of `tokens` slots each, so that slots exceed 32 bits, if they can."""
+        """Return the number to add to entries of the tensor `source` so that slots exceed 32 bits; 0 if a dtype has no room."""
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0
@@ -176,9 +174,7 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place: `function`, or a wrapper if it returns lists, which
-    reads zeros beyond the columns of ``req_to_token`` and truncates long lists.
-    """
+    """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or a wrapper if it returns lists."""
     if "num_steps" not in inspect.signature(function).parameters:
         return function
 

@@ -18,7 +18,7 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 
 class LateTruth:
-    """A `Truth` that `make` computes when an attribute is first used, and that is kept as bytes."""
+    """Expected results that the function `make` computes when an attribute is first read, and that are then kept as bytes."""
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
         self._make, self._made_from, self._sums = make, made_from, _sums(made_from)
@@ -28,7 +28,7 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Compute the expected results, or restore them. Raise ChangedBindingsError if a tensor in `made_from` changed."""
+        """Return the expected results, computed or restored. Raise ChangedBindingsError if a tensor in `made_from` changed."""
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
         if self._kept is not None:
@@ -52,8 +52,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return the expected results of requests as a `LateTruth`. The arguments are those of the functions of
-    `lab.references.truth`: of `truth_of_heads` with `seen`, `truth_of_selected` with `selected`, else `truth_of_requests`.
+    """Return the expected results of a call as a `LateTruth`. With `seen` the arguments are those of `truth_of_heads` in
+    `lab.references.truth`, with `selected` those of `truth_of_selected`, otherwise those of `truth_of_requests`.
     """
     own = query.clone()  # the kernel gets the original
 

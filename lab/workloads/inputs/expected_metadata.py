@@ -1,4 +1,4 @@
-"""Compare the metadata of a pass with the expected metadata, which `lab.references.forward_metadata` computes."""
+"""Compare the metadata of a forward pass with `lab.references.forward_metadata`. Each function describes the first error."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence on the first error in one rank's rows and metadata in a context-parallel extend; "" if none."""
+    """Return a sentence about the first error in one rank's rows or metadata of a context-parallel extend; "" if none."""
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
     padded = -(-widest // (2 * num_ranks)) * 2 * num_ranks
@@ -53,7 +53,7 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong cell among those of the batch's requests, also if it was padded; "" if none."""
+    """Return a sentence about the first wrong cell of the batch's requests, "" if none. Cells of padding are not compared."""
     expected = forward_metadata(batch, pool) if expected is None else expected
     pairs = {
         **_leading("cache_seqlens", metadata.cache_seqlens_int32, expected.cache_seqlens),
@@ -80,7 +80,7 @@ def wrong_metadata(
 def wrong_eager_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, *, expand_encoder_only_verify: bool | None = None
 ) -> str:
-    """Return a sentence about the first wrong cell, shape or dtype, "" if none. `expand_encoder_only_verify` None: unknown."""
+    """Return a sentence about the first wrong cell, shape or dtype in the metadata of an eager pass; "" if none."""
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
     tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)
@@ -105,7 +105,7 @@ def wrong_eager_metadata(
     if locations is not None:
         got = locations.dtype, list(locations.shape)
         pairs["dtype and shape of swa_out_cache_loc"] = got, (torch.int64, [batch.num_tokens])
-    if expand_encoder_only_verify is not None:
+    if expand_encoder_only_verify is not None:  # None: the caller does not know whether these tables are needed
         has_rows = expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS
         shapes = ([batch.num_tokens], [batch.num_tokens, shape[1]]) if has_rows else (None, None)
         of_rows = metadata.encoder_cache_seqlens, metadata.encoder_page_table
@@ -115,7 +115,7 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first table cell after a request's pages that is not page 0, the sink; "" if none."""
+    """Return a sentence about the first page-table cell after a request's pages that is not page 0; "" if none."""
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
@@ -132,7 +132,7 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error, "" if none. `block`: the rows per request of a graph; None: an eager pass."""
+    """Return a sentence about the first error, "" if none. `block`: query rows per request in a CUDA graph; None: eager."""
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
     pairs = {
         **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),
@@ -151,7 +151,7 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of an eager pass. After a wrong cell the rest is not compared."""
+    """Yield a sentence for each error in the MLA metadata of an eager pass; after a wrong cell no more."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -189,7 +189,7 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if there is none."""
+    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if none."""
     lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()
     return _first_difference({"seq_lens": (of_rows, [lens] * len(topk_pages))})
@@ -212,9 +212,9 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first error, "" if none. `compress_ratio` None: 0 for a draft model, else 128."""
+    """Return a sentence about the first error in the metadata of DeepSeek-V4; "" if none."""
     mode = batch.forward_mode
-    if compress_ratio is None:
+    if compress_ratio is None:  # a draft model has no compressed entries
         is_draft = mode.extends_draft or (mode.query_rows is QueryRows.ONE and batch.spec_info is not None)
         compress_ratio = TOKENS_ALONE if is_draft else WITHOUT_INDEXER
     expected = dsv4_forward_metadata(batch, pool, compress_ratio=compress_ratio, topk_indices=topk_indices)
@@ -252,7 +252,7 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence about the first error, if any, in what `build_mla_prefill_metadata` built with these arguments."""
+    """Yield a sentence about the first error, if any, in a result of `build_mla_prefill_metadata` for these arguments."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     falls_back = in_prefill_graph or (disable_chunked_prefix_cache and has_prefix)

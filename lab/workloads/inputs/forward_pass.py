@@ -1,5 +1,5 @@
-"""Build the tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison (values
-that would change a result) in all other memory.
+"""Build the tensors of a forward pass: a K/V pool, metadata, arguments and each request's tokens. All other memory of the pool
+is poisoned with values that would change a result.
 """
 
 import functools
@@ -44,7 +44,7 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """A forward pass that is ready to run, and each request's tokens (histories). Each backend has a subclass."""
+    """A forward pass that is ready to run, and each request's tokens, from which the expected results are computed."""
 
     case: Any  #: the pass as data
     pool: KVPool
@@ -69,7 +69,7 @@ class EnginePass:
         return nbytes
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel may read but must not change, by name."""
+        """Return the tensors that a kernel must not change, by name."""
         factors = getattr(self.cache, "scale_factors", None)
         cached = {"cache": self.cache.storage, "scale_factors": factors, "topk_indices": self.topk_indices}
         named = {"query": self.query, **cached, **vars(self.metadata), **vars(self.layer)}
@@ -88,7 +88,7 @@ class EnginePass:
         return arguments if self.topk_indices is None else arguments | {"topk_indices": self.topk_indices}
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Return a function that makes the backend's calls. `arguments` are those of `Backend.prepare_attention`."""
+        """Return a function that makes the backend's attention calls. `arguments` are those of `prepare_attention`."""
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
@@ -102,19 +102,19 @@ class EnginePass:
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
-        """Return the expected results of the pass. They are computed from the histories, and not from any metadata."""
+        """Return the expected results of the pass, computed from the requests' tokens and not from any metadata."""
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return the expected results of `query`, the rows of these requests, over `histories`, one per request."""
+        """Return the expected results of some requests: `query` has their rows, `histories` the tokens of each request."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
-        """Return tokens (K and V, or latent entries) in the form in which the cache stores them."""
+        """Convert K and V, or latent entries, to the tensors that the cache stores."""
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Convert what `stored` returned to tokens as a kernel reads them, before the layer's scales are applied."""
+        """Convert a result of `stored` to K and V, or latent entries, before the layer's scales are applied."""
         return stored
 
 
@@ -135,7 +135,7 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return the query rows and metadata of each context-parallel rank, for its own call; () if there is one rank."""
+        """Return the query rows and metadata of each context-parallel rank; () if there is one rank."""
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
 
@@ -171,7 +171,7 @@ class ForwardPass(EnginePass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of rows that see keys up to their own token, in the pages `topk_pages` from `draw_pages`."""
+    """Return the expected results of causal rows that see only keys in selected pages (`topk_pages`, from `draw_pages`)."""
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
         for length in range(len(keys) - q_len + 1, len(keys) + 1):
@@ -192,9 +192,9 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return the expected results of one layer for the rows of all requests, their last tokens: query [num_rows,
-    num_qo_heads, head_dim] in the dtype that the calls take, histories as in `EnginePass`. The layer's scales are used if
-    the cache is quantised. `arithmetic`: dtype of the control's operands; None: the query's.
+    """Return the expected results of one layer. The query rows, [num_rows, num_qo_heads, head_dim], are each request's last
+    tokens. The layer's scales apply if the cache is quantised. `arithmetic` is the dtype of the control's operands; None means
+    the query's dtype.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
     rules = Rules(
@@ -210,7 +210,7 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the forward pass of a case. All other cells of its cache are huge. `build_metadata` None: the backend's builder."""
+    """Build the forward pass of a case. Cache cells without a token hold huge values. `build_metadata` None: the backend's."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     heads, sides = (model.num_qo_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
@@ -236,8 +236,8 @@ def with_padding_rows(query: Tensor, count: int) -> Tensor:
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the elements per token and head that the cache stores. A byte of NVFP4 holds two values."""
-    return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
+    """Return the number of elements per token and head in the cache's tensor."""
+    return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim  # two NVFP4 values per byte
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
@@ -245,7 +245,7 @@ def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice the pages that the case's requests need, so that pages without a request can be poisoned."""
+    """Return an empty K/V pool with twice the pages that the requests need, so that unused pages can be poisoned."""
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -265,9 +265,8 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Admit the case's requests and write their histories as an engine does. Return (batch, metadata). Query rows' tokens
-    are written after the metadata is built: to the batch's slots or, with a window, to the metadata's slots. Pages before a
-    window are evicted before the first write, or for DeepSeek-V4 after it.
+    """Admit the case's requests to the pool, and write their tokens (`histories`) to the cache in the order of an engine: the
+    cached tokens, then the metadata, then the new tokens. Return (batch, metadata).
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):
@@ -275,7 +274,7 @@ def admit_and_write(
     has_two_pools = isinstance(cache, DSV4Cache)
     has_window = case.window_left >= 0 and not has_two_pools
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
-    first_kept = requests.evict(case.window_left) if has_window else None
+    first_kept = requests.evict(case.window_left) if has_window else None  # for DeepSeek-V4 after the first write
     before = [
         tuple(side[:first] for side in history)
         for history, first in zip(histories, requests.first_written, strict=True)
@@ -292,7 +291,7 @@ def admit_and_write(
         torch.cat([side[first:] for side, first in zip(sides, requests.first_written, strict=True)])
         for sides in zip(*histories, strict=True)
     ]
-    if not batch.writes_no_kv:
+    if not batch.writes_no_kv:  # with a window to the metadata's slots, which are those of the sliding-window pool
         rows = len(batch.out_cache_loc)
         slots = metadata.swa_out_cache_loc[:rows] if has_window else pool.physical_slots(batch.out_cache_loc)
         cache.write(slots, *new)

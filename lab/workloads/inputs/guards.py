@@ -1,4 +1,4 @@
-"""Make tensors with memory around them that a kernel must not write, and compare tensors bit by bit."""
+"""Make tensors surrounded by memory that a kernel must not write, and compare tensors bit by bit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(tensor: Tensor, value: float) -> Tensor:
-    """Return a copy of a tensor inside a vector filled with `value`, at an address that is no multiple of 16 bytes."""
+    """Return a copy of a tensor inside a larger vector filled with `value`, at an address that is no multiple of 16 bytes."""
     how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
     _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
     return part.view(tensor.shape).copy_(tensor)
@@ -23,8 +23,8 @@ def embedded(tensor: Tensor, value: float) -> Tensor:
 def surrounded(
     *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return (whole, part): a tensor of this shape, and the larger one around it, both filled with `filling`. Each row has
-    `before` cells before it and `after` after it; a matrix also has a row before and one after.
+    """Return (whole, part), filled with `filling`. `part` is a view of this shape inside the larger tensor `whole`: `before`
+    cells precede each row, and `after` cells follow it. A matrix also has one row before it and one row after it.
     """
     rows = (shape[0] + 2,) if len(shape) == 2 else ()
     whole = torch.full((*rows, before + shape[-1] + after), filling, dtype=dtype, device=device)
@@ -33,9 +33,7 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (copy of a tensor between two guard regions, the whole buffer as uint8). The copy is `at_byte` bytes off
-    alignment.
-    """
+    """Return (a copy of a tensor, `at_byte` bytes off alignment; the buffer around it, uint8, with a guard at each end)."""
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
     whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]
@@ -57,15 +55,16 @@ def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Itera
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, to compare bits: NaN then equals NaN, and 0.0 differs from -0.0."""
+    """View a tensor as integers, to compare bits: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same shape and bits. Large buffers are compared 8 bytes at a time if possible."""
+    """Return True if two tensors have the same shape and bits."""
     if tensor.element_size() != other.element_size():
         return False
     both = as_integers(tensor), as_integers(other)
+    # Eight bytes are compared at a time if possible.
     in_words = [each.nbytes % 8 == each.storage_offset() * each.element_size() % 8 == 0 for each in both]
     if all(in_words) and all(each.is_contiguous() for each in both):
         both = both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)

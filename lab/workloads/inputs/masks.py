@@ -8,9 +8,8 @@ from lab.workloads.attention_case import AttentionCase
 
 
 def packed_mask(shown: Tensor) -> Tensor:
-    """Pack masks over draft tokens, bool [batch, q_len, q_len], into the words that XQA reads: uint16 [batch, q_len, words].
-
-    Bit b of word w stands for draft token 16 w + b. Further columns of `shown`, if any, give bits after q_len.
+    """Pack masks over draft tokens, bool [batch, q_len, q_len], into XQA's uint16 words [batch, q_len, words]. Bit b of word w
+    is draft token 16 w + b. If `shown` has more than q_len columns, the bits after q_len are set from them.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
@@ -20,7 +19,7 @@ def packed_mask(shown: Tensor) -> Tensor:
 
 
 def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
-    """Return draft masks by name, bool [batch, q_len, q_len]: causal, full, a tree, and one that differs by request."""
+    """Return draft masks by name, bool [batch, q_len, q_len]: causal, full, tree, and a different one of these per request."""
     count, q_len = len(case.q_lens), case.q_lens[0]
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
@@ -38,7 +37,7 @@ def strictly_causal(case: AttentionCase) -> Tensor:
 
 
 def with_bits_after(packed: Tensor) -> Tensor:
-    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set. They stand for no draft token."""
+    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set, which belong to no draft token."""
     count, q_len, words = packed.shape
     after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
     bits = packed_mask(after.expand(count, q_len, -1))

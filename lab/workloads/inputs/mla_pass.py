@@ -1,4 +1,4 @@
-"""Build the tensors of an MLA forward pass, whose cache has latent entries, as `forward_pass` does for K and V."""
+"""Build the tensors of a forward pass of latent attention (MLA), whose cache has latent entries, as `forward_pass` does."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,12 +37,11 @@ BuildMLAMetadata = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A forward pass of the MLA backend. A history is (entries [kv_len, head_dim],).
+    """A forward pass of the MLA backend. A request's history is (entries [kv_len, head_dim],).
 
-    In DeepSeek sparse attention (DSA) rows select entries, at the positions `topk_indices`, int32 [rows, top_k]. In
-    DeepSeek-V4 they see the tokens of their window and the compressed entries of groups of tokens, whose indices these are,
-    and padding rows follow. A history is then (entries, compressed entries); a group's entry is at the position of its last
-    token.
+    In DeepSeek sparse attention (DSA), `topk_indices`, int32 [rows, top_k], are the positions of the entries that rows select.
+    In DeepSeek-V4, `topk_indices` are the indices of groups of tokens whose compressed entries a row sees in addition to the
+    tokens of its window. A history is then (entries, compressed entries), with a group's entry at its last token's position.
     """
 
     case: MLACase
@@ -70,7 +69,7 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A forward pass with decode context parallelism: ranks share the tokens of a request. One GPU makes all their calls."""
+    """A forward pass with decode context parallelism: the ranks divide a request's tokens. One GPU makes all ranks' calls."""
 
     metadata: Any  # one per rank
     cache: Any
@@ -88,8 +87,8 @@ class ShardedMLAPass(MLAPass):
 
 
 def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Generator) -> Tensor:
-    """Draw the groups of tokens whose compressed entries each row sees, in random order: int32 [num_rows, columns], with -1
-    after the last. Without an indexer, a row sees all its groups. `row_lens` are the numbers of tokens that each row sees.
+    """Draw the groups of tokens whose compressed entries each row sees: int32 [num_rows, columns], in random order, then -1.
+    Without an indexer, a row sees all groups up to its own token. `row_lens` are the numbers of tokens that each row sees.
     """
     counts = [seen // case.compress_ratio if case.compress_ratio else 0 for seen in row_lens]
     columns = case.index_topk or max(*counts, 0)
@@ -101,9 +100,8 @@ def draw_groups(row_lens: Sequence[int], case: LatentLayer, generator: torch.Gen
 
 
 def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
-    """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk], -1 for none.
-
-    A row selects `topk` positions, or all that it sees if these are fewer; every third row only about half of this number.
+    """Draw the token positions that an indexer selects for each row: int32 [num_rows, topk], in random order, -1 for none. A
+    row selects `topk` positions, or all that it sees if there are fewer. Every third row selects about half as many.
     """
     drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
     for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
@@ -122,9 +120,9 @@ def mla_truth(
     layer: MLALayer,
     selected: Tensor | None = None,
 ) -> Truth:
-    """Return the expected results of the query rows, [num_rows, num_qo_heads, head_dim] in the dtype that the call takes,
-    from what each request's last row sees (`histories`). `selected` has the positions, or for DeepSeek-V4 groups, that each
-    row selects, [num_rows, top_k]; None: all entries up to its own.
+    """Return the expected results of the query rows, [num_rows, num_qo_heads, head_dim]. `histories` have the entries that each
+    request's last row sees. `selected`, [num_rows, top_k], has the positions, or for DeepSeek-V4 the groups, that each row
+    selects. None: rows see all entries up to their own token.
     """
     entries = [history[0] for history in histories]
     if selected is not None:
@@ -158,7 +156,7 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Build the forward pass of a case. All other cells of its cache are huge. `build_metadata` None: the lab's builder."""
+    """Build the forward pass of a case. Cache cells without a token hold huge values. `build_metadata` None: the lab's."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]
     query, drawn = draw_histories(case, generator, limits_of(case), case.num_qo_heads, 1, widths, case.softmax_scale)

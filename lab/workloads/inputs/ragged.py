@@ -1,4 +1,4 @@
-"""Build the tensors of a ragged context call: rows, keys and values of all requests, then padding with large values."""
+"""Build the tensors of a ragged context call: query rows, keys and values of all requests, then padding of large values."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +25,7 @@ Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, 
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One prefill of latent attention (MLA) by `trtllm_ragged_attention_deepseek`, as data: new tokens attend to each other,
-    and to a cached prefix in chunks.
-    """
+    """One MLA prefill by `trtllm_ragged_attention_deepseek`, as data: new tokens attend to themselves and to cached chunks."""
 
     prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
     q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0
@@ -65,7 +63,7 @@ class RaggedCase(PassLens):
 
 @dataclass(frozen=True, eq=False)
 class RaggedInputs:
-    """The tensors of a ragged context call: query rows, and contiguous keys and values of each request."""
+    """The tensors of a ragged context call: the query rows, and the keys and values of each request."""
 
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
     q_lens: tuple[int, ...]
@@ -99,7 +97,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs over other keys and values. Unless `causal`, each row sees all keys of its request."""
+        """Return the inputs with other keys and values. Unless `causal`, each row sees all keys of its request."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """`tokens` gives K, V, pages and which cached tokens a call replaces; `call` gives queries, lengths and replacements."""
+    """Seeds for one timed call: `tokens` for K, V, pages and the choice of replaced tokens, `call` for all other contents."""
 
     tokens: int
     call: int
@@ -43,7 +43,7 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices of the cached tokens, evenly spread among all `count`, that a call with this seed replaces."""
+    """Return the indices of the cached tokens that a timed call replaces, evenly spread among all `count` cached tokens."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
@@ -51,7 +51,7 @@ def touched(seed: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SeededRedraw:
-    """Draws new contents into the tensors of timed calls (`arguments`, as in `GpuWork`) from seeds, and judges the outputs."""
+    """Draws new contents into the tensors of timed calls from seeds, and judges the outputs."""
 
     forward: Any  #: the pass, or the recorded call
     keeps_metadata: bool = False  #: page ids and lengths must not change, because the host planned calls from them
@@ -59,7 +59,7 @@ class SeededRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return set `number` of the call's arguments, without `out`. Each set has its own copies of the tensors."""
+        """Return the call's arguments without `out`. For each `number`, the tensors are different copies."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
@@ -67,7 +67,7 @@ class SeededRedraw:
         return self.sets[number]
 
     def first_set(self) -> dict[str, Any]:
-        """Return the arguments of the pass without `out`, with its original page ids and lengths."""
+        """Return the arguments of the pass without `out`, with the original page ids and lengths."""
         raise NotImplementedError
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
@@ -82,12 +82,12 @@ class SeededRedraw:
         raise NotImplementedError
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows to be judged: of all requests if `whole`, else of some that the seeds choose."""
+        """Return a copy of the output rows to be judged: of all requests if `whole`, else of requests that the seeds choose."""
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that raises AssertionError for wrong rows from `results` with these seeds and this `whole`."""
+        """Return a function that raises AssertionError if a result of `results(…, seeds, whole=whole)` is wrong."""
         truth = made(self.truth(seeds, self._judged(seeds, whole)))
 
         def check(results: Tensor) -> None:
@@ -186,7 +186,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return (slots of all cached tokens, indices of these tokens among all tokens; None if all tokens are cached)."""
+        """Return (slots of all cached tokens, their indices among all tokens of the requests, or None if all are cached)."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
@@ -203,7 +203,7 @@ class PassRedraw(SeededRedraw):
         return every, None if len(every) == first else torch.cat(tokens)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Draw K and V, or latent entries, of `count` tokens (None: all tokens) in the cache's dtype."""
+        """Draw K and V, or latent entries, of `count` tokens in the cache's dtype. `count` None: of all tokens."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -226,7 +226,7 @@ class PassRedraw(SeededRedraw):
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new id of each page: all but page 0 are shifted cyclically by a number that the seed gives."""
+        """Return the new id of each page. All ids except 0 are shifted cyclically by a number that depends on the seed."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)

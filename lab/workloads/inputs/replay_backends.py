@@ -1,4 +1,4 @@
-"""The `ReplayFixture` of each backend, a test fixture for its CUDA graphs."""
+"""The test fixtures for CUDA graphs of each backend: subclasses of `ReplayFixture`."""
 
 import functools
 from collections.abc import Callable
@@ -135,7 +135,7 @@ class MLAReplayFixture(ReplayFixture):
 
 
 class SelectingFixture(ReplayFixture):
-    """Runs graph replays in which each row selects pages, positions or groups of tokens. Padding rows select none."""
+    """Runs graph replays in which each query row selects pages, positions or groups of tokens. Padding rows select none."""
 
     selected: Tensor  # the selections of the last pass, [rows, ...], without padding rows
 
@@ -150,7 +150,7 @@ class SelectingFixture(ReplayFixture):
         raise NotImplementedError
 
     def _of_indexer(self, selected: Tensor) -> Tensor:
-        """Return a selection, [rows, ...], in the shape that the backend expects."""
+        """Convert a selection, [rows, ...], to the shape of the backend's argument `topk_indices`."""
         return selected
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:

@@ -1,5 +1,5 @@
-"""A test fixture for CUDA graphs: a pool with requests and their histories, one attention layer, and a runner of graphs. A
-batch must not see later tokens, other requests' pages, or page 0, the sink of padding rows.
+"""A test fixture for CUDA graphs: a K/V pool with requests and their tokens, one attention layer, and a runner of graphs. A
+batch must not see later tokens, pages of other requests, or page 0, the sink to which padding rows write.
 """
 
 import itertools
@@ -34,7 +34,7 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """One pass that a fixture has run, without padding rows. The next replay overwrites `metadata` and `view` of a replay."""
+    """The query, output and metadata of one forward pass, without padding rows. The next replay overwrites the metadata."""
 
     query: Tensor  #: [num_rows, num_qo_heads, head_dim]
     out: Tensor  #: [num_rows, num_qo_heads, out_head_dim]
@@ -45,7 +45,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own `GraphRunner`. (Tests replace this function by one that returns a deliberately wrong runner.)"""
+    """Return the lab's own `GraphRunner`. Tests pass functions that return deliberately wrong runners instead."""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -53,7 +53,7 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """Runs graph replays (on a CPU: simulated) and eager passes of one layer, and checks them. Each backend has a subclass."""
+    """Runs CUDA graph replays and eager passes of one layer, and checks them. On a CPU the graphs are simulated."""
 
     layer: Any
     cache: Any
@@ -95,12 +95,12 @@ class ReplayFixture:
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
-        """Return four K/V lengths: short, at the end of a page, one token into a page, and the longest possible."""
+        """Return four K/V lengths: short, at the end of a page, one token after the end of a page, and the longest."""
         size = self.case.page_size
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests. `totals` are their numbers of keys, including new tokens."""
+        """Return a batch of consecutive requests of the pool. `totals` are their numbers of keys, new tokens included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -124,7 +124,7 @@ class ReplayFixture:
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
-        """Draw the batch's queries, fill padding rows with `padding`, replay a graph, and return copies of query and output."""
+        """Draw the batch's queries, fill padding rows of the query with `padding`, and replay a graph."""
         rows = batch.num_tokens
         self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
         self.query[rows:].fill_(padding)
@@ -141,8 +141,8 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Overwrite memory that the next replay must write again, or must not read: page 0 of the cache, the sink, with
-        `value`, the metadata tensors that `rewritten` names with `POISONED_LENGTH`, and page tables with page 0.
+        """Overwrite memory that the next replay must not read, page 0 of the cache, with `value`, and the metadata that it must
+        write again: tensors named in `rewritten` with `POISONED_LENGTH`, and page tables with page 0.
         """
         pools = [self.cache.window, self.cache.compressed] if isinstance(self.cache, DSV4Cache) else [self.cache]
         for each in pools:
@@ -168,7 +168,7 @@ class ReplayFixture:
 
     @property
     def rewritten(self) -> tuple[str, ...]:
-        """Return the names of the metadata tensors that each replay writes anew: lengths, write locations and offsets."""
+        """Return the names of the metadata tensors, apart from page tables, that each replay writes again."""
         raise NotImplementedError
 
     def _layer(self) -> Any:
@@ -178,7 +178,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return how many tokens of a request `seq_lens` does not count in the fixture's mode, such as drafted tokens."""
+        """Return the number of tokens of a request, such as drafted tokens, that `seq_lens` does not count in the mode."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return metadata cells of padding requests, which have `length` tokens, and the value that each must have."""
+        """Return metadata cells of padding requests, which have `length` tokens, with the value that each cell must have."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
@@ -216,8 +216,8 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield a sentence for each wrong padding cell: they must have row 0 of the request table, the padding length, and
-        slots and pages of page 0, the sink, because an engine writes K and V of all rows.
+        """Yield a sentence for each tensor with wrong padding. Padding requests must have row 0 of the request table, the
+        padding length, and slots and pages of page 0, because an engine writes K and V of padding rows too.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()

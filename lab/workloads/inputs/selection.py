@@ -1,4 +1,4 @@
-"""Draw the keys that each row or K/V head of a sparse call selects, and compute the keys that rows of one rank see."""
+"""Draw the keys that query rows or K/V heads of sparse calls select, and compute the keys that rows see on one rank."""
 
 import random
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ EMPTY_COLUMNS = 128  # columns of -1 before the first entry of Entries.LATE: a t
 
 
 def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none. A row at
-    position p uses only its first min(top_k, p + 1) columns.
-    """
+    """Return for each request the positions of the keys that its rows select, int64 [q_len, top_k], -1 for none."""
+    # A row at position p uses only its first min(top_k, p + 1) columns.
     selected = []
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         rng = random.Random(f"selection {case.seed} {request}")
@@ -25,13 +24,13 @@ def selected_positions(case: AttentionCase, device: torch.device) -> tuple[Tenso
 
 
 def keys_up_to_rows(case: AttentionCase) -> list[int]:
-    """Return for each query row how many keys it may see, those up to its own position."""
+    """Return for each query row the number of keys up to and including its own position."""
     requests = zip(case.kv_lens, case.q_lens, strict=True)
     return [max(kv_len - q_len + row + 1, 0) for kv_len, q_len in requests for row in range(q_len)]
 
 
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the keys that each request's rows see on its rank: int64 [q_len, kv_len], indices of its keys, -1 for none."""
+    """Return for each request which of the context-parallel rank's keys its rows see: int64 [q_len, kv_len], -1 for none."""
     rank, world = case.rank or (0, 1)
     seen = []
     for end, kv_len, q_len in zip(case.all_kv_lens, case.kv_lens, case.q_lens, strict=True):
@@ -58,8 +57,8 @@ def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
 
 
 def draw_pages(row_lens: Sequence[int], num_kv_heads: int, generator: torch.Generator) -> Tensor:
-    """Draw the pages that MiniMax-M3's indexer selects, int32 [num_kv_heads, num_rows, 16]: earlier pages in random order,
-    the row's own page, then -1. `row_lens` are the numbers of tokens that each row sees, at least 1.
+    """Draw the pages that MiniMax-M3's indexer selects for each K/V head and row, int32 [num_kv_heads, num_rows, 16]: earlier
+    pages in random order, then the row's own page, then -1. Each row sees the number of tokens in `row_lens`, at least 1.
     """
     drawn = torch.full((num_kv_heads, len(row_lens), NUM_PAGES), -1, dtype=torch.int32, device=generator.device)
     for of_head in drawn:

@@ -18,14 +18,14 @@ ODD = 7  # elements; stride of an axis of size 1, which has no meaning
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of [..., heads, elements] in which the rows that are True in `rows`, bool [num_rows], are NaN."""
+    """Return a copy of a tensor [..., heads, elements] in which the rows that `rows`, bool [num_rows], selects are NaN."""
     copied = tensor.clone()
     copied.view(-1, *copied.shape[-2:])[rows.nonzero().flatten().to(copied.device)] = math.nan
     return copied
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return a copy with `gap` elements after each index of `axis`, in memory that is large and, if of floats, half NaN."""
+    """Return a copy with `gap` elements after each index of `axis`. The gaps hold large values, and in floats also NaN."""
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
     for each in reversed(range(tensor.dim() - 1)):
@@ -38,12 +38,12 @@ def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
 
 
 def in_halves(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor [pages, 2, ...] that is stored as [2, pages, ...]: K of all pages, then V of all pages."""
+    """Return a copy of a cache [pages, 2, ...] that is stored as [2, pages, ...]: K of all pages, then V of all pages."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _far_apart(tensor: Tensor) -> Tensor:
-    """Return a copy whose last row begins more than 2**31 elements after the first. Gaps are not written."""
+    """Return a copy whose last row begins at least 2**31 elements after the first row. The gaps are not initialised."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
     size = (len(tensor) - 1) * stride + row if len(tensor) else 0
@@ -51,15 +51,8 @@ def _far_apart(tensor: Tensor) -> Tensor:
     return tensor.new_empty(size).as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor with the strides of `other`, which has the same shape and dtype. It is copied if its strides differ."""
-    if tensor.stride() == other.stride():
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, other.stride()).copy_(tensor)
-
-
 def with_odd_strides(tensor: Tensor) -> Tensor:
-    """Return a view with odd strides on axes of size 1, where a stride has no meaning."""
+    """Return a view with stride 7 on all axes of size 1, where a stride has no meaning."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
 
