@@ -13,27 +13,18 @@ Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 @dataclass(frozen=True)
 class GpuFamily:
-    """A group of GPUs with the same properties.
+    """A group of GPUs with the same properties."""
 
-    Attributes:
-        capabilities: (major, minor) of the family's GPUs, in ascending order.
-        shared_memory_kib: largest shared memory of one program (CUDA C++ Programming Guide, technical specifications per
-            compute capability).
-        has_e4m3: the GPUs have an instruction that converts e4m3, and Triton 3.7 compiles e4m3 for them
-            (`supported_fp8_dtypes`).
-        has_tensor_memory: accumulators of matrix products are in a separate memory.
-        overlaps_launches: a launch may begin while the previous launch ends (programmatic dependent launch).
-        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls; None if it has no such kernels.
-        fa_backend: the newest of FlashInfer 0.7.2's own kernels for the family: "fa2" or "fa3".
-    """
-
-    capabilities: tuple[Capability, ...]
+    capabilities: tuple[Capability, ...]  #: (major, minor) of the family's GPUs, in ascending order
+    #: largest shared memory of one program (CUDA C++ Programming Guide, technical specifications per compute capability)
     shared_memory_kib: int
+    #: an instruction converts e4m3, and Triton 3.7 compiles e4m3 (`supported_fp8_dtypes`)
     has_e4m3: bool = False
-    has_tensor_memory: bool = False
-    overlaps_launches: bool = False
+    has_tensor_memory: bool = False  #: accumulators of matrix products are in a separate memory
+    overlaps_launches: bool = False  #: a launch may begin while the previous one ends (programmatic dependent launch)
+    #: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls; None if it has no such kernels
     trtllm_backend: str | None = None
-    fa_backend: str = "fa2"
+    fa_backend: str = "fa2"  #: the newest of FlashInfer 0.7.2's own kernels for the family: "fa2" or "fa3"
 
     @property
     def has_large_shared_memory(self) -> bool:
@@ -58,13 +49,11 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated. `source`
-    is the title of the document.
-    """
+    """The memory bandwidth and matrix rate of a GPU, as its vendor states them."""
 
-    bandwidth_gbps: float
-    matrix_rate_tflops: float | None
-    source: str
+    bandwidth_gbps: float  #: GB/s, 10**9 bytes per second
+    matrix_rate_tflops: float | None  #: dense bf16, in TFLOP/s; None if not stated
+    source: str  #: title of the document
 
 
 # By CUDA's name of the GPU. Rates are without sparsity. A GPU that is not listed has no figures.
@@ -96,8 +85,8 @@ def capability_of(device: torch.device) -> Capability | None:
 
 @functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
-    """Return the family of a GPU; None for a CPU and for a GPU before SM80. A capability that no family lists has the family of
-    the next lower capability with the same major number, else `OTHER`.
+    """Return the family of a GPU; None for a CPU and for a GPU before SM80. A capability that no family lists belongs to the
+    family of the next lower capability with the same major number, or to `OTHER`.
     """
     if capability is None or capability < OLDEST:
         return None
@@ -107,9 +96,7 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls on a GPU: `backend`, or for "auto" FlashInfer's choice; None without
-    one.
-    """
+    """Return the backend of FlashInfer's TRT-LLM calls: `backend`, or for "auto" FlashInfer's choice on this GPU, if any."""
     if backend != "auto":
         return backend
     family = family_of(capability)

@@ -1,4 +1,4 @@
-"""The values from which the judge makes cases. Each field has defaults, permitted values, and a command-line option.
+"""The sizes, dtypes and features from which the judge makes cases (`Ranges`), and the command-line options that narrow them.
 
 `lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module does not import torch.
 """
@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of option values: which values are permitted, and how text is parsed."""
+    """A type of option values: which values are permitted, and how a text is converted to a value."""
 
     words: Callable[[], str]  # returns a description that follows "is not", such as "a power of two"
     holds: Callable[[Any], bool]  # returns True if a value is permitted
@@ -39,7 +39,7 @@ class Kind:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as its command-line option writes it: bf16/e4m3 for two dtypes, 576/512 for two sizes."""
+    """Return a value as its command-line option writes it, such as bf16/e4m3 for two dtypes or 576/512 for two sizes."""
     if isinstance(value, tuple):
         return "/".join(map(text_of, value))
     return next((name for name, of_torch in DTYPES.items() if str(value) == f"torch.{of_torch}"), str(value))
@@ -117,15 +117,15 @@ class Option:
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field of `Ranges` with its option. `default` may be a function, if that needs torch."""
+    """Declare a field of `Ranges` with its `Option`. `default` may be a function, if the default value needs torch."""
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The sizes, dtypes and features from which cases are made. Narrow a field to the values that a kernel supports. Raises
-    ValueError if a field has no value, has a value twice, or has a value from which no case can be made.
+    """The sizes, dtypes and features from which the judge makes cases. Narrow a field to the values that a kernel supports.
+    Raises ValueError if a field has no value, has a value twice, or has a value from which no case can be made.
     """
 
     dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _field(
@@ -224,7 +224,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field for check K18: if they are the defaults, with those of `Option.beyond`."""
+        """Return the values of a field for check K18: default values are followed by those of `Option.beyond`."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
@@ -245,7 +245,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry (head counts, head_dim) within the ranges: "tiny", or a variant of it."""
+        """Return the name of a small synthetic geometry with head counts and a head_dim in the ranges, "tiny" if possible."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -257,7 +257,7 @@ class Ranges:
         )
 
     def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
-        """Return whether to judge a model with a sliding window: (False, True) if it has one, else (False,)."""
+        """Return (False, True) if the model is to be judged without and with its sliding window, else (False,)."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 
@@ -278,7 +278,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
-    """Return the default ranges with the chosen values by field name. An absent field or None keeps the default."""
+    """Return the default ranges with the fields in `chosen` replaced. A value of None keeps the default."""
     narrowed: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         value = chosen.get(name)
@@ -289,7 +289,7 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the options that narrow the default ranges to these, the inverse of `ranges_of`. pytest's `prefix` is "--lab-"."""
+    """Return the command-line options that narrow the default ranges to these. The prefix of pytest's options is "--lab-"."""
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():
         value = getattr(ranges, name)

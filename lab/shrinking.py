@@ -11,7 +11,7 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Reduce a failing subject until no reduction gives a smaller one that still fails (`stays_wrong`), and return it."""
+    """Return a smaller version of a failing subject that still fails (`stays_wrong`), from which every reduction passes."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -13,12 +13,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    """Return words in an enumeration, such as "A, B and C"."""
+    """Join words to an enumeration such as "A, B and C"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def first_few(sentences: Sequence[str], most: int) -> list[str]:
-    """Return the first `most` sentences; if some are left out, with a last one such as "and 3 more"."""
+    """Return the first `most` sentences, followed by a text such as "and 3 more" if there are more."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"and {more} more"] if more > 0 else [])]
 

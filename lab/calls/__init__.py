@@ -1,4 +1,5 @@
-"""FlashInfer's calls as data, the checks of their arguments, and the attention problems that they define.
+"""FlashInfer's attention calls as dataclasses, which check their arguments and convert them to an attention problem: the same
+field names for all functions.
 
 References and kernels share this package, which imports only torch. The contents of tensors are checked on a CPU. On a GPU only
 `check_values` and `refuse_nan` check them, which wait for the GPU.

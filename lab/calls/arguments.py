@@ -23,11 +23,10 @@ RESULTS = ("out", "lse")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the argument, a dense tensor with one of the dtypes (none given: of any). FakeTensor, DTensor and other subclasses
-    with a `__torch_dispatch__` are refused, because their memory holds no values.
-    """
+    """Return the argument, which must be a plain dense tensor with one of the dtypes; no `dtypes`: with any dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    # FakeTensor, DTensor and other such subclasses have no values in their memory.
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
     if value.is_nested or value.layout is not torch.strided:
@@ -38,7 +37,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the argument as an int. `remedy` is advice for the caller."""
+    """Return the argument as an int, which must be at least `least`. `remedy` ends the error message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -57,12 +56,13 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
     tensor, expected = check_tensor(name, value, dtypes), [shape] if isinstance(shape, int) else [*shape]
     if list(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}; pass {name}.contiguous()")
+    return tensor
 
 
 def check_query(query: object) -> None:
@@ -76,7 +76,7 @@ def check_query(query: object) -> None:
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Return the query of an MLA or DeepSeek-V4 call as [num_rows, num_qo_heads, head_dim]."""
+    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, head_dim]."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
@@ -148,9 +148,7 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the NVFP4 scale factors of K and of V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16] each, or (None,
-    None) for other caches.
-    """
+    """Return the NVFP4 scale factors of K and V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16], or (None, None)."""
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
             raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
@@ -171,7 +169,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True if the backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA does not."""
+    """Return True if the call's backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA not."""
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(
@@ -182,8 +180,8 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Return the number of requests of a page table: int32 [batch_size, columns]; [batch_size, 2, columns] if K and V do not
-    have `shared` page ids; contiguous [num_kv_heads, batch_size, columns] for the own pages of each K/V head.
+    """Check a page table and return its number of requests. It is int32 [batch_size, columns], or [batch_size, 2, columns] if K
+    and V do not have `shared` page ids, or contiguous [num_kv_heads, batch_size, columns] if each K/V head has its own pages.
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -261,9 +259,7 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Return the call's softmax arguments as fields of a problem. `bmm1_scale_log2` takes precedence. `name` is that of
-    `sinks`.
-    """
+    """Check a call's scales, sinks and skip-softmax threshold, and return them as fields of a problem. `name`: of the sinks."""
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
     if sinks is not None:
@@ -279,13 +275,13 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return a tensor for `bmm1_scale`, and a function that writes `bmm1_scale_log2 * log(2)` to it before each run."""
+    """Return a tensor for `bmm1_scale`, and a function to call before each run. It writes `bmm1_scale_log2 * log(2)` to it."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return `out`, contiguous with the expected shape, which `words` describe."""
+    """Return `out`, which must be contiguous and have the expected shape. `words` describe this shape in the error message."""
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
@@ -297,9 +293,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out` and `out_dtype` of an MLA or DeepSeek-V4 problem: a view [num_rows, num_qo_heads, size], or None
-    and bfloat16.
-    """
+    """Return the fields `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DeepSeek-V4 problem."""
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
     out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)
@@ -307,7 +301,7 @@ def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: of `out`, else `out_dtype`, else the query's."""
+    """Return the dtype of the output: that of `out`, else `out_dtype`, else the query's dtype."""
     if call.out_dtype == "nvfp4":
         remedy = f"its scale factors have a type and an order of FlashInfer's own; use one of {dtype_names(OUT_DTYPES)}"
         allowed.not_modelled("out_dtype", "nvfp4", remedy)
@@ -328,7 +322,7 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return the call's `lse`, None or float32 [num_rows, num_qo_heads] whose elements do not share memory."""
+    """Return the call's `lse`: None, or float32 [num_rows, num_qo_heads] whose elements must not share memory."""
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))
@@ -340,7 +334,7 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if an argument of context parallelism is not the default."""
+    """Return True if an argument of context parallelism does not have its default value."""
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
@@ -376,7 +370,7 @@ def check_results_apart(call: Any) -> None:
 
 
 def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of `out` or `lse` and of each argument that shares memory with it, gaps between elements included."""
+    """Yield ("out" or "lse", the name of an argument that shares memory with it, gaps between elements included)."""
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [

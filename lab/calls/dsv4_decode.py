@@ -19,16 +19,16 @@ COLUMNS_STEP = 4  # the number of columns is a multiple of it (mla/_core.py 1127
 NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sparse_indices", WINDOW_COLUMNS)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TwoPools(PagedAttention):
     """The attention problem of a DeepSeek-V4 call, whose entries are in two pools. The first `WINDOW_COLUMNS` columns of
     `selected` are entries of the pool of recent tokens; a row at position p uses only the first p + 1 of them.
     """
 
     #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, later columns places in `k_cache`
-    selected: torch.Tensor = field(kw_only=True)
+    selected: torch.Tensor
     #: view [num_pages, 1, page_size, head_dim] of keys that are values too
-    window_cache: torch.Tensor = field(kw_only=True)
+    window_cache: torch.Tensor
 
     def of_one_pool(self) -> PagedAttention:
         """Return an equal problem over one pool, into which the entries of both pools are copied."""
@@ -135,14 +135,10 @@ class DSV4DecodeCall:
     def problem(self) -> TwoPools:
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         rows = arguments.query_rows(self)
-        for name in ("sparse_indices", "compressed_kv_cache", "sparse_topk_lens", "seq_lens"):
-            arguments.check_tensor(name, getattr(self, name))
         arguments.check_devices(self)
         window, compressed = (self._pool(name) for name in ("swa_kv_cache", "compressed_kv_cache"))
         batch_size, max_q_len = self._batch()
-        seq_lens = self.seq_lens
-        assert seq_lens is not None
-        arguments.check_vector("seq_lens", seq_lens, batch_size, (torch.int32,))
+        seq_lens = arguments.check_vector("seq_lens", self.seq_lens, batch_size, (torch.int32,))
         no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)
         problem = TwoPools(
             call=self.function,
@@ -159,12 +155,8 @@ class DSV4DecodeCall:
             cu_seqlens_kv=None,
             max_q_len=max_q_len,
             max_kv_len=torch.iinfo(torch.int32).max,  # the call bounds no length
-            causal=True,
-            window_left=-1,
             **arguments.softmax_arguments(self, self.sinks),
             **arguments.latent_out(self, rows.shape[2], "the query's shape"),
-            lse=None,
-            return_lse=False,
         )
         arguments.check_results_apart(self)
         return checked(problem)

@@ -15,7 +15,7 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return which cells of the page table, or of `selected`, contain a page or entry that the call reads: bool."""
+    """Return which cells of the page table, or of `selected`, name a page or entry that the call reads: bool, of its shape."""
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
     pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
@@ -37,8 +37,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of keys in K's pool and in V's pool. `requests` and `keys` are int64 of the same shape, as the results
-    are: the request of each key, and its index in this request.
+    """Return the places (pool indices) of keys, in K's pool and in V's pool. `requests` and `keys` are the request of each key
+    and its index in this request. All tensors are int64 of the same shape.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -58,7 +58,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, the places of its keys in K's pool and in V's pool, int64 [num_keys] each."""
+    """Return for each request the places (pool indices) of its keys, in K's pool and in V's pool, int64 [num_keys] each."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -68,9 +68,8 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each of the requests, (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are
-    sorted and distinct. `indices`, int64 [q_len, num_columns], are the positions in `places` of each row's entries; -1 is no
-    entry.
+    """Return for each request (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are the sorted
+    distinct pool indices. `indices`, int64 [q_len, num_columns], are each row's entries as positions in `places`, -1 for none.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

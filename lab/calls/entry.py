@@ -1,4 +1,4 @@
-"""Decorators of functions that compute or prepare a call."""
+"""Decorators of functions that compute or prepare an attention call."""
 
 import functools
 import inspect
@@ -12,9 +12,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator: a function of a `call_type` object gets the parameters of `call_type`, those of FlashInfer's
-    function.
-    """
+    """Return a decorator that turns a function of one `call_type` object into a function with the parameters of `call_type`."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -156,8 +156,6 @@ class MLADecodeCall:
             cu_seqlens_kv=None,
             max_q_len=self._max_q_len(batch_size),
             max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
-            causal=True,
-            window_left=-1,
             **arguments.softmax_arguments(self, sinks),
             **arguments.latent_out(self, self.kv_lora_rank, "its last dimension kv_lora_rank"),
             lse=self._lse_rows(rows),

@@ -5,7 +5,7 @@ and kernels compute a problem. `lab.calls.features` lists what a kernel must sup
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The scales of Q·K^T and of P·V, and the sinks."""
+    """The scales of Q·K^T and of P·V, and the sinks: the base class of problems and of the references' `Rules`."""
 
     #: factors of Q·K^T and of P·V
     bmm1_scale: Scale = 1.0
@@ -41,7 +41,7 @@ class Softmax:
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionProblem(Softmax):
     """The checked arguments of one call, in a form that is common to all calls. The subclasses add K and V."""
 
@@ -56,17 +56,17 @@ class AttentionProblem(Softmax):
     max_kv_len: int  #: the caller's upper bound of the keys of one request
     #: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position. False:
     #: every row sees all keys of its request.
-    causal: bool
-    window_left: int  #: a row at position p sees keys p - window_left … p; -1 sees all
+    causal: bool = True
+    window_left: int = -1  #: a row at position p sees keys p - window_left … p; -1 sees all
     #: the call's tensors or dtype for the results, and whether it returns the LSE
     out: torch.Tensor | None
     out_dtype: torch.dtype
-    lse: torch.Tensor | None
-    return_lse: bool
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
     #: a kernel may skip the keys of a row whose exp(logit - largest logit of the row) is below skip_softmax / L, where L is the
     #: number of keys of the request and logits exclude sinks. The references skip none. 0: no key may be skipped. The threshold
     #: is FlashInfer 0.7.2's (decode.py 3865), whose kernels skip whole tiles (prefill.py 8384, arxiv.org/abs/2512.12087).
-    skip_softmax: float = field(default=0.0, kw_only=True)
+    skip_softmax: float = 0.0
 
     @property
     def batch_size(self) -> int:
@@ -142,7 +142,7 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, LSE) to write to: the caller's tensors, or else new uninitialised ones; no LSE is None."""
+        """Return the output and the LSE to write to: the caller's tensors, or new uninitialised ones; None for no LSE."""
         out, lse = self.out, self.lse
         if out is None:
             shape = (*self.query.shape[:2], self.v_head_dim)
@@ -208,8 +208,8 @@ class PagedAttention(AttentionProblem):
         return self.k_block_tables.dim() == 3
 
     def of_kv_heads(self) -> "list[PagedAttention]":
-        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. All
-        tensors, also `out` and `lse`, are views of this problem's tensors. Return [self] for another problem.
+        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. Their
+        tensors, also `out` and `lse`, are views of this problem's tensors. A problem that is not block-sparse returns [self].
         """
         if not self.is_block_sparse:
             return [self]
@@ -298,7 +298,7 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Check lengths, and offsets of rows and keys. `bound` is the name of `max_kv_len` in messages."""
+    """Check the values of the lengths and of the offsets of rows and keys. `bound` names `max_kv_len` in error messages."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
@@ -339,7 +339,7 @@ def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
 
 
 def checked(problem: AnyProblem) -> AnyProblem:
-    """Return the problem. If it is on a CPU, first check its lengths, offsets, page ids, scales and sinks."""
+    """Return the problem. If its tensors are on a CPU, first check its lengths, offsets, page ids, scales and sinks."""
     if problem.query.device.type == "cpu":
         problem.check_values()
         refuse_nan(problem, in_query=False)

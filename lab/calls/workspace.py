@@ -22,5 +22,5 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return True if the backend keeps its counters in the workspace: all but trtllm-gen do; "auto" on a CPU counts as one."""
+    """Return True if the backend keeps its counters in the workspace, as all but trtllm-gen do; True for "auto" on a CPU."""
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"
