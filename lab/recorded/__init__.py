@@ -1,4 +1,4 @@
-"""Record the attention calls of an engine such as SGLang. They are judged from their own page tables, without histories."""
+"""Record the attention calls of an engine such as SGLang, and read them. Each call is judged from its own page table."""
 
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase, recorded_cases

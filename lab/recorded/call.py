@@ -1,4 +1,4 @@
-"""Define a recorded attention call: the arguments of an engine's call, and the output and LSE of its kernel."""
+"""Define a recorded attention call: its arguments, and the output and LSE that the engine's kernel computed."""
 
 import math
 import pickle
@@ -33,7 +33,7 @@ DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.PickleError, 
 
 
 class RecordingError(ValueError):
-    """A file or folder has no call that the lab can read. The message has the path and the reason, in one line."""
+    """A file or folder has no call that the lab can read. The message is one line with the path and the reason."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(" ".join(sentence.splitlines()))  # names that it quotes from a file may contain line ends
@@ -45,7 +45,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Raise a RecordingError if the path is not a regular file, or if the block, which reads it, finds it damaged."""
+    """Raise RecordingError if `path` is not a regular file, or if the code in the `with` block finds that it is damaged."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an argument from its JSON in FlashInfer's notation. Raises RecordingError if only its type was recorded."""
+    """Convert an argument from the JSON of FlashInfer's recorder. Raises RecordingError if only its type was recorded."""
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
             return tensors[key]
@@ -91,7 +91,7 @@ class Listed(NamedTuple):  # as `RecordedCase` describes it
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """The arguments of one call of an engine, and the output and LSE of its kernel. What was not recorded has its default."""
+    """A recorded call of an attention function. Fields whose values were not recorded have their defaults."""
 
     function: AttentionCall
     given: Mapping[
@@ -114,7 +114,7 @@ class RecordedCall:
 
     @staticmethod
     def function_of(path: Path, name: str) -> AttentionCall:
-        """Return the function of a record. Raises RecordingError if it is not in `RECORDED_CALLS`."""
+        """Return the function with this name. Raises RecordingError if it is not in `RECORDED_CALLS`."""
         if name not in [each.value for each in RECORDED_CALLS]:
             which = f"a call of {name}, and the lab does not read recordings of this function"
             raise RecordingError(f"{path} holds {which}")
@@ -136,7 +136,7 @@ class RecordedCall:
             raise RecordingError(f"the recorded call of {self.function.value} lacks {', '.join(missing)}")
 
     def arguments(self, device: torch.device = CPU) -> dict[str, Any]:
-        """Return copies of the arguments for a new call on a device, with their strides and (if it was recorded) alignment.
+        """Return copies of the arguments on a device, for a new call. Strides are kept, and alignments if they were recorded.
         The workspace is None, and `out` and `lse` contain NaN. Lengths that FlashInfer reads on the host stay on the CPU.
         """
 
@@ -152,8 +152,8 @@ class RecordedCall:
         return {name: each_tensor(value, partial(copied, name)) for name, value in self.given.items()}
 
     def problem(self) -> Problem:
-        """Return the attention problem that the arguments define. Raises InvalidArgumentsError if they are invalid, and
-        RecordingError if the lab does not support one of them, or if no request has a query row.
+        """Return the attention problem that the arguments define. Raises InvalidArgumentsError for an invalid argument, and
+        RecordingError if the lab does not support an argument, or no request has a query row.
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.given).problem()
@@ -175,9 +175,7 @@ class RecordedCall:
             raise RecordingError(f"{what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return the expected results, and an output and LSE of this call, without padding rows and the rows of requests that
-        see a non-finite key. The LSE is in base 2.
-        """
+        """Return (expected results, output, LSE) without padding rows and requests with non-finite keys. LSE is in base 2."""
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out
             lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
@@ -190,21 +188,21 @@ class RecordedCall:
 
 
 def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return K and V of a problem as views [num_pages, page_size, num_kv_heads, head_dim]. Ragged K and V become one page."""
+    """Return views of K and V [num_pages, page_size, num_kv_heads, head_dim]. Unpaged (ragged) K and V become one page."""
     if isinstance(problem, RaggedAttention):
         return problem.key.unsqueeze(0), problem.value.unsqueeze(0)
     return problem.k_cache.transpose(1, 2), problem.v_cache.transpose(1, 2)
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Return the value with each tensor in it replaced by change(index in a tuple or list, tensor); an index of 0 otherwise."""
+    """Return the value with each tensor in it replaced by change(index in its tuple or list, or else 0; the tensor)."""
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value
 
 
 def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
-    """Return zeros with the shape, strides and dtype of `layout`, at an address equal to `address` modulo ALIGNMENT_BYTES."""
+    """Return zeros with the shape, strides and dtype of `layout`. Their address equals `address` modulo ALIGNMENT_BYTES."""
     meta = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="meta")
     size_bytes = meta.untyped_storage().nbytes()  # with gaps between elements
     memory = torch.zeros(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
@@ -213,7 +211,7 @@ def placed(layout: Tensor, address: int, device: torch.device = CPU) -> Tensor:
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor that has each stored element once: an expanded dimension (of stride 0) has size 1."""
+    """Return a view of a tensor in which each expanded dimension (of stride 0) has size 1."""
     return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
@@ -258,8 +256,8 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Return the fault of an output and LSE by the judge's bounds, whose control computes in `arithmetic` (None: the query's
-    dtype). Requests that see a non-finite key are not compared.
+    """Compare an output and LSE of a call with float64 attention, by the judge's bounds, without requests that have a
+    non-finite key. `arithmetic` is the dtype in which the bound's control computes; None is the dtype of the query.
     """
     try:
         truth = truth_of_problem(call.problem(), arithmetic)

@@ -1,4 +1,4 @@
-"""List the calls of a recording as cases of the judge or as a trace of request lengths."""
+"""List the calls of a recording as cases of the judge, or as a trace of request lengths."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _NUMBERED = re.compile(r"(.+)#([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """A recorded call as a case of the judge: where it is stored, but not its tensors."""
+    """A case of the judge that is a recorded call. It has the location of the call, but not its tensors."""
 
     interface: AttentionCall  #: the function that was called
     path: str  #: the file of the call; if FlashInfer recorded the call, the folder of the call or of one replay of it
@@ -39,7 +39,7 @@ class RecordedCase:
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Return the call with its problem. Raises what `RecordedCall.problem` does, and RecordingError for a damaged file."""
+        """Read the call, and return it with its problem. Raises the errors of `RecordedCall.problem`."""
         try:
             call = self.read()
             return call, call.problem()
@@ -56,8 +56,8 @@ OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in Attention
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
-    """Return the attention calls in a folder that `lab record` or FlashInfer wrote, in order of time; of "FOLDER#3" only the
-    third. A call with a damaged record is listed as a decode call. Raises RecordingError if there is no call.
+    """Return the attention calls in a folder that `lab record` or FlashInfer wrote, in the order of time; for "FOLDER#3" only
+    the third call. A call with a damaged record is listed as a decode call. Raises RecordingError if there is no call.
     """
     numbered = _NUMBERED.fullmatch(str(recording))
     folder, number = (Path(numbered[1]), int(numbered[2])) if numbered else (Path(recording), None)
@@ -77,10 +77,10 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
 
 
 def traced_requests(cases: Sequence[RecordedCase], note: Callable[[str], object] = str) -> list[TracedRequest]:
-    """Return the requests of decode calls as a trace, with the numbers of keys before the call; without decode calls, those of
-    context calls, with their numbers of query rows. `note` gets a sentence about each call that is left out. Consecutive calls
-    with the same lengths are assumed to be layers of one forward pass, and are used once. Requests without keys before the call
-    pad a batch, and are left out. Raises RecordingError if no request is left.
+    """Return the requests of the decode calls as a trace, with their numbers of keys before the call. If there are no decode
+    calls, return those of the context calls, with their numbers of query rows. Consecutive calls with the same lengths are
+    assumed to be the layers of one forward pass, and are used once. Requests without keys before the call are padding, and are
+    left out. `note` is called with a sentence about each call that is left out. Raises RecordingError if no request remains.
     """
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:

@@ -1,8 +1,8 @@
-"""Read the calls that FlashInfer itself records if `FLASHINFER_LOGLEVEL=10` is set (`flashinfer/api_logging.py` of 0.7.2).
+"""Read the calls that FlashInfer itself records with `FLASHINFER_LOGLEVEL=10` (`flashinfer/api_logging.py` of 0.7.2).
 
-A call is a folder. The last line of its `metadata.jsonl` is the record, with the plain arguments in `input_metadata`. The files
-`inputs` and `outputs` have the tensors, by keys such as `arg_0` or `kwarg_kv_cache__0`. A captured call has a folder
-`graph_flushes` with one folder of the same form for each replay.
+Each call is a folder. The last line of its `metadata.jsonl` is the record, in which `input_metadata` has the arguments that are
+not tensors. The files `inputs` and `outputs` have the tensors, by keys such as `arg_0` or `kwarg_kv_cache__0`. A call in a CUDA
+graph also has a folder `graph_flushes`, with a folder of the same files for each replay.
 """
 
 import ast
@@ -29,7 +29,7 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 
 
 def read(path: Path) -> RecordedCall:
-    """Read the call in a folder, which may be the folder of one replay. Raises RecordingError if the lab cannot read it."""
+    """Read the call in a folder, or the replay in the folder of one replay. Raises RecordingError if the lab cannot read it."""
     record = _last_record(path)
     function = RecordedCall.function_of(path, record["function_name"])
     inputs, outputs = _tensors(path, "inputs"), _tensors(path, "outputs")
@@ -58,7 +58,7 @@ def read(path: Path) -> RecordedCall:
 
 
 def listed(folder: Path) -> list[Listed]:
-    """Return the calls in a folder, in the order of time. A call that was captured in a graph is replaced by its replays."""
+    """List the calls in a folder in the order of time. A call that was captured in a CUDA graph is replaced by its replays."""
     found, calls = list[Listed](), [] if folder.name == REPLAYS else _folders_of_calls(folder)
     for path in chain.from_iterable(_folders_of_calls(call / REPLAYS) or (call,) for call in calls):
         try:

@@ -1,8 +1,8 @@
 """Write and read recorded calls in the lab's own format: a ZIP archive per call, with only the pages that the call reads.
 
-The member `call.json` has the arguments, in the notation of FlashInfer's recorder, and the dtype, shape, strides and address
-modulo 256 of each tensor. The member `numbers`, compressed, has the elements of page tables, lengths and masks, `contents`
-those of all other tensors, one after another. Pages get new ids in the order of the engine's ids, which are in the file too.
+The archive's member `call.json` has the arguments, in the notation of FlashInfer's recorder, and the dtype, shape, strides and
+address modulo 256 of each tensor. The compressed member `numbers` has the elements of page tables, lengths and masks;
+`contents` has those of all other tensors. Pages are renumbered in the order of the engine's page ids, which the file also has.
 """
 
 import json
@@ -36,7 +36,7 @@ _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call\d+(?:_replay(\d
 
 
 def listed(folder: Path) -> list[Listed]:
-    """Return the calls in a folder that are in the lab's own format, in the order of time, by their file names."""
+    """List the calls in a folder that are in the lab's own format, in the order of time."""
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob(f"*{SUFFIX}")))
     return [
         Listed(path, name[2], name[1], int(name[4] or 0), None if name[3] is None else int(name[3]))
@@ -46,7 +46,7 @@ def listed(folder: Path) -> list[Listed]:
 
 
 def read(path: Path) -> RecordedCall:
-    """Read a call from its file. Raises RecordingError if the file is damaged or of another format or version."""
+    """Read a call from its file. Raises RecordingError if the file is damaged or has another format or version."""
     with reading(path) as regular, ZipFile(regular) as archive:
         kinds = {member.filename: member.compress_type for member in archive.infolist()}
         if DESCRIPTION not in kinds or not {*kinds.values()} <= {*MEMBERS.values()}:
@@ -83,7 +83,7 @@ def gpu() -> str:
 
 
 def write(folder: Path, call: RecordedCall) -> Path:
-    """Write a call to a file in a folder, which gets its name when it is complete, and return the path. Waits for the GPU."""
+    """Write a call to a new file in a folder and return its path. The file gets its name when complete. Waits for the GPU."""
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     function = call.function.value
@@ -122,7 +122,6 @@ def write(folder: Path, call: RecordedCall) -> Path:
 
 
 def _described(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return an argument as JSON that `decoded` reads. Its tensors are added to `tensors`, under keys that begin with `key`."""
     match value:
         case Tensor():
             tensors[key] = value
@@ -164,8 +163,8 @@ def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sorted ids of the pages that a call reads, int64, and its page table with new page ids, on the CPU. An id
-    outside the pool is not changed. A cell of the table that is not read gets page 0.
+    """Return (sorted ids of the pages that a call reads, int64; page table with the positions in them as page ids), on the CPU.
+    An id outside the pool is not changed. A cell of the table that is not read gets page 0.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]

@@ -1,4 +1,4 @@
-"""Record an engine's attention calls. A call in a CUDA graph is recorded after each replay, as its tensors are then."""
+"""Record an engine's attention calls. A call in a CUDA graph is recorded after each replay, with its tensors at that time."""
 
 import atexit
 import functools
@@ -76,8 +76,8 @@ class _OfThread(threading.local):
 
 @dataclass(eq=False)
 class Recorder:
-    """A context manager that records this process's calls of FlashInfer's functions, except those that `torch.compile` traces.
-    Errors of the recorder are logged, and not raised into the engine.
+    """A context manager that records this process's calls of FlashInfer's functions, except calls that `torch.compile` traces.
+    Errors of the recorder itself are logged; they do not reach the engine.
     """
 
     out: Path | str  #: the folder for the files, which `lab judge --calls` reads. It is made if it does not exist.
@@ -128,7 +128,7 @@ class Recorder:
         self._graphs.clear()
 
     def summary(self) -> str:
-        """Return a text about the recording. Call this once, at the end, because it changes the counter of the calls."""
+        """Return a text about the recorded calls. Call this once, at the end, because it advances the counter of the calls."""
         words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self._folder}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
         return "; ".join([*words, *sorted(self._logged)])
@@ -275,7 +275,7 @@ class Recorder:
 
 
 def start_from_environment() -> None:
-    """Record until this process ends, with the settings in the environment variable LAB_RECORD."""
+    """Record until this process ends. The settings are in the environment variable LAB_RECORD."""
     settings = json.loads(os.environ[ENVIRONMENT])
     for package in [*settings["functions"]]:
         try:

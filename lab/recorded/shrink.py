@@ -1,5 +1,5 @@
-"""Shrink a recorded call whose result is wrong, by reductions: functions that yield smaller or simpler variants of a call. They
-may be invalid. Their changed tensors are contiguous. Contents that were replaced by random values are drawn again.
+"""Shrink a recorded call whose result is wrong. A *reduction* is a function that yields smaller or simpler variants of a call.
+A variant may be invalid. Its changed tensors are contiguous. Random values that replaced recorded contents are drawn again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +33,12 @@ def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
     """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault. Raises
-    RecordingError if the call cannot be shrunk. `find` is `recorded_fault`, with which a call that did not return is not
-    shrunk, or a partial `fault_by_calling`. `synthetic` replaces all contents by random values at the end, even if the result
-    is then right. The fault is None then, and also if `find` is `recorded_fault`.
+    RecordingError if the call cannot be shrunk.
+
+    `find` returns the fault of a call: `recorded_fault`, which judges its recorded output, or a partial of `fault_by_calling`.
+    With `recorded_fault`, a call without an output is not shrunk. `synthetic` replaces all contents by random values at the
+    end, even if the result is then right; the fault is then None if `find` is `recorded_fault`, because there is no output for
+    the new contents.
     """
     call.refuse_block_sparse("shrunk")
     try:
@@ -85,7 +88,7 @@ def parts_of(call: RecordedCall) -> list[Part]:
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call that has only these parts of its requests, and no query rows of no request."""
+    """Return a call with only these parts of its requests. Query rows that belong to no request are left out."""
     problem = call.problem()
     offsets, unit = problem.row_offsets(), keys_per_offset(problem)
     sizes = [(part.request, len(part.rows), part.kv_len) for part in parts]
@@ -163,7 +166,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants of a call without dead pages: numbered in the order of the page table, then in their old order."""
+    """Yield variants without pages that the call does not read: renumbered by the page table, and in the old order."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
@@ -239,7 +242,7 @@ def contents_of(call: RecordedCall) -> list[str]:
 
 
 def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
-    """Replace the contents of the arguments `names` by normally distributed values. Non-finite elements are kept."""
+    """Replace the contents of the named arguments by normally distributed values. Non-finite elements are not changed."""
 
     def redrawn(name: str, side: int, tensor: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(seed_of(name, side))

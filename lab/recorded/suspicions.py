@@ -1,4 +1,4 @@
-"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs. They do not change the verdict."""
+"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs. They do not change a verdict."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class RecordedInputs:
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Return sentences about scales of 0, rows that belong to no request, shared last pages, and non-finite K or V."""
+        """Return sentences about suspicious inputs: scales of 0, rows of no request, shared last pages, non-finite K or V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [f"{name} is 0, which makes {what}" for name, what in scales.items() if not getattr(problem, name)]
@@ -96,7 +96,7 @@ class RecordedInputs:
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return which of the request's keys (if rows select entries, its distinct entries) each row sees, bool [q_len, kv_len]."""
+    """Return the keys of a request that each row sees, bool [q_len, kv_len]. Selected entries count as keys, each once."""
     keys, shown = torch.arange(kv_len, device=problem.query.device), None
     if isinstance(problem, PagedAttention):
         if problem.selected is not None:

@@ -1,5 +1,6 @@
-"""Time a recorded call: with its page tables, lengths and strides, but with contents that are drawn for each sample, with the
-standard deviations of the recorded ones. All page ids are shifted alike, so that neighbouring pages stay neighbours.
+"""Time a recorded call with its page tables, lengths and strides, but with new contents for each sample. The new contents have
+the standard deviations of the recorded ones. All page ids are shifted by the same number, so neighbouring pages stay
+neighbours.
 """
 
 import copy
@@ -27,7 +28,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 
 def sizes_of(problem: Problem) -> SimpleNamespace:
-    """Return the sizes of a problem on the CPU. If rows select entries, the keys of a request are its distinct entries."""
+    """Return the sizes of a problem, on the CPU. If rows select entries, a request's distinct entries are its keys."""
     q_lens, kv_lens = problem.q_lens(), num_keys(problem)
     visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
     seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -63,7 +64,7 @@ class RecordedPass:  # with what the timing of an `EnginePass` needs
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
-        """Return a recorded call. Raises RecordingError if it cannot be read, is not supported or is block-sparse."""
+        """Read a recorded call. Raises RecordingError if it cannot be read, is not supported or is block-sparse."""
         call, problem = recorded.posed()
         call.refuse_block_sparse("timed")
         sizes, given = sizes_of(problem), call.arguments(device)
@@ -92,7 +93,7 @@ class RecordedPass:  # with what the timing of an `EnginePass` needs
 
 @dataclass(frozen=True, eq=False)
 class CallRedraw(SeededRedraw):
-    """Draws new queries, K, V, page ids and lengths for a recorded call. The lengths of ragged K and V are not changed."""
+    """Draw new queries, K, V, page ids and lengths for a recorded call. Lengths of unpaged (ragged) K and V do not change."""
 
     forward: RecordedPass
 

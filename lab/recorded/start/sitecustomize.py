@@ -1,4 +1,4 @@
-"""Start the recorder in each Python process of `lab record`, which puts this folder first in PYTHONPATH."""
+"""Start the recorder in each Python process of `lab record`. That command puts this folder first in PYTHONPATH."""
 
 import atexit
 import json
@@ -14,7 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """An import hook that starts the recorder after the first import of a recorded package has ended, with its root package."""
+    """An import hook that starts the recorder after a recorded package has been imported for the first time."""
 
     running = 0  # number of modules of the root packages whose import has not ended
 
