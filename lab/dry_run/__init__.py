@@ -1,9 +1,10 @@
 """Show which kernel FlashInfer would launch on a GPU that this machine does not have (a dry run).
 
-FlashInfer's trtllm-gen path has two parts: machine code, which only SM100 and SM103 run, and a launcher in host C++, which
-selects a kernel from a table, encodes TMA descriptors and fills `KernelParams`. In a dry run, nvcc compiles the installed
-launcher, which runs on this CPU against a fake CUDA driver and runtime. They answer like the GPU that `machine` names, check
-the descriptors by cuda.h's rules, and record the launches, or the error with which the launcher refuses the call::
+FlashInfer's trtllm-gen path has two parts. The first is machine code that only SM100 and SM103 run. The second is a launcher in
+host C++: it selects a kernel from a table, encodes TMA descriptors and fills the struct `KernelParams`. In a dry run, nvcc
+compiles the installed launcher, and the launcher runs on this CPU with a fake CUDA driver and runtime. The fake CUDA answers as
+the GPU that `machine` names, checks the descriptors by cuda.h's rules, and records the launches, or the error with which the
+launcher refuses the call::
 
     from lab.dry_run import machine
 
@@ -11,8 +12,8 @@ the descriptors by cuda.h's rules, and record the launches, or the error with wh
         lab.kernels.trtllm.trtllm_batch_decode_with_kv_cache(...)  # CPU tensors
     gpu.launches[0].name, gpu.launches[0].params.scale_softmax_log2, gpu.launches[0].tma
 
-No kernel runs, so there are no times. The number of clusters that fit on the GPU at once is guessed. XQA and fmha_v2, which run
-on SM90, SM120 and SM121, have no such launcher: for these GPUs a dry run shows only FlashInfer's choice of backend.
+No kernel runs, so there are no times. The number of clusters that fit on the GPU at once is a guess. XQA and fmha_v2, which run
+on SM90, SM120 and SM121, have no such launcher: for these GPUs a dry run shows only which backend FlashInfer chooses.
 
 The launcher selects kernels from the table of flashinfer-cubin 0.6.13, unless a newer flashinfer-cubin is installed
 (`lab.dry_run.kernel_table`). The table fits FlashInfer 0.6.13's launcher exactly. To run that launcher, install it next to the

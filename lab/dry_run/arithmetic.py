@@ -1,9 +1,9 @@
 """Compute attention on the CPU from a recorded launch of a trtllm-gen kernel: from its `KernelParams`, its TMA descriptors and
 the memory to which they point.
 
-`compute` reads them as the launcher's source says that kernels do, in float64. So a wrong stride, offset, length, table, window
-or scale of the call gives a wrong output. NVIDIA's machine code does not run: its bugs, rounding, times and reads of keys that
-no row sees are not found.
+`compute` interprets these arguments as the launcher's source says that kernels do, and computes in float64. So a wrong stride,
+offset, length, table, window or scale of the call gives a wrong output. NVIDIA's machine code does not run: its bugs, rounding
+and times are not found, and neither is a read of keys that no row sees.
 
 Sources of the rules (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
 output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and the
@@ -43,14 +43,14 @@ class UnsoundLaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The address ranges of the tensors that a kernel launch may access."""
+    """The memory that a kernel launch may access: the address ranges of its call's CPU tensors."""
 
     #: (address of the first byte, address after the last byte) of each tensor, gaps between its elements included
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> "HostMemory":
-        """Return the address ranges of CPU tensors. The tensors must live longer than every view of their memory."""
+        """Return the address ranges of CPU tensors. The tensors must stay alive while their memory is viewed."""
         spans = []
         for tensor in tensors:
             if tensor.numel():
@@ -61,8 +61,9 @@ class HostMemory:
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the memory at an address as a tensor, without copying. `what` names it in errors. Raises UnsoundLaunchError if
-        the view is not inside one of the call's tensors, or if its address or a stride is not a whole number of elements.
+        """Return the memory at an address as a tensor, without copying. `what` names the memory in errors. Raises
+        UnsoundLaunchError if the memory is not inside one of the call's tensors, or if the address or a stride is not a whole
+        number of elements.
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -81,7 +82,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory at an address as a contiguous tensor, like `view`."""
+        """Return a contiguous tensor at an address. Arguments and errors are those of `view`."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         return self.view(what, address, shape, [stride * dtype.itemsize for stride in strides], dtype)
 
@@ -97,11 +98,11 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute the attention and the LSE of a call's launches, in order, and write them into the call's tensors.
+    """Compute attention and LSE as the launches of a call would, in order, and write them into the call's tensors.
 
-    The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
-    and issue 2883). The LSE of such a row is minus infinity for generation kernels (the same sources), and is not written for
-    other kernels.
+    For a row that sees no key, no output is written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975 and
+    issue 2883). The LSE of such a row is minus infinity for generation kernels (the same sources), and is not written for other
+    kernels.
 
     Raises:
         UnsoundLaunchError: a launch accesses memory outside the call's tensors, or two of its arguments contradict each other.
@@ -128,7 +129,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of each row from statistics (m, d): the largest logit and the sum of exp(logit - m) (`lse.cuh`)."""
+    """Write the LSE of each row from its (m, d): the largest logit, and the sum of exp(logit - m) (`lse.cuh`)."""
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
     strides_bytes = (4 * given.lse_stride_tokens, 4 * given.lse_stride_heads)
@@ -152,7 +153,7 @@ def _has_two_pools(params: KernelParams) -> bool:
 
 
 def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
-    """Return the requests of a launch. A block-sparse launch has lengths for each K/V head; others have only head 0."""
+    """Return the requests of a launch. In a block-sparse launch each K/V head has its own lengths; `kv_head` is 0 otherwise."""
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
     if params.ptr_cum_seq_lens_q:
@@ -185,7 +186,7 @@ def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_R
 
 
 class _Attention:
-    """The inputs and outputs of a launch, of one K/V head with its query heads in a block-sparse launch."""
+    """The tensors of a launch. In a block-sparse launch, only those of one K/V head and its query heads."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class _Attention:
         self._attend(request.first_row + rows, keys, values, hidden)
 
     def _attend(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Write the output of query rows. A row does not see a key where `hidden`, bool [rows, keys], is True."""
+        """Write the output of query rows. `hidden`, bool [rows, keys], is True where a row does not see a key."""
         logits = torch.einsum("rhgd,khd->rhgk", self.query[rows].double(), keys) * self.scale_log2
         logits.masked_fill_(hidden[:, None, None, :], -math.inf)
         largest = logits.amax(-1)
@@ -253,7 +254,7 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return [num_rows, num_qo_heads, head_dim]. The descriptor has the dimensions (head_dim, heads, groups, rows)."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. The descriptor's dimensions: (head_dim, heads, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
@@ -263,7 +264,7 @@ class _Attention:
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return a request's K or V for keys from `first` to before `end`, float64 [keys, num_kv_heads, head_dim]."""
+        """Return K or V (`side`) of a request for the keys first ... end - 1, float64 [keys, num_kv_heads, head_dim]."""
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -274,7 +275,7 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the latent keys that a query row selects, float64 [entries, 1, head_dim of K]. V is a part of K."""
+        """Return the latent entries that a query row selects, float64 [entries, 1, head_dim of K]. V is a slice of K."""
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
             raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
@@ -288,7 +289,7 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries of a pool at the indices `places`, float64 [entries, 1, head_dim of K]; -1 is skipped."""
+        """Return the entries of a pool at the indices `places`, without indices of -1, float64 [entries, 1, head_dim of K]."""
         tensor_map, dtype = self.maps[member], self.kernel.dtypes["K"]
         places = places[places >= 0].long()
         if not len(places):
@@ -307,7 +308,7 @@ class _Attention:
         strides_bytes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return what a descriptor has at `places` of its outermost dimension, each of `shape`."""
+        """Return the blocks of `shape` at the indices `places` of a descriptor's outermost dimension."""
         least, most = int(places.min()), int(places.max())
         address = tensor_map.address + least * strides_bytes[0]
         shape, strides_bytes = (most - least + 1, *shape), (*strides_bytes, dtype.itemsize)
@@ -324,7 +325,7 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return unpaged K or V, float64 [count, num_kv_heads, head_dim]. Descriptor: (head_dim, rows, heads, 1)."""
+        """Return unpaged K or V, float64 [count, num_kv_heads, head_dim]. Its descriptor: (head_dim, rows, heads, 1)."""
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
@@ -338,7 +339,7 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        """Return the tokens of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
         stored = self._page_rows(side, f"tma{side}_", ids, page_size, self.kernel.dtypes[side])
         if self.kernel.dtypes[side] != torch.uint8:
             tokens = stored.double()
@@ -348,7 +349,7 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
+        """Return pages with the elements as they are stored, [len(ids), num_kv_heads, page_size, row].
 
         The descriptor has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
         """

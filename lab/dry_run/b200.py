@@ -1,9 +1,10 @@
 """Provide FlashInfer's TRT-LLM functions for CPU tensors, as if the tensors were on a B200.
 
 FlashInfer's launcher selects the kernel and fills its parameters, and `lab.dry_run.arithmetic` computes attention from them. So
-`lab judge lab.dry_run.b200 --device cpu` judges *the call*: a wrong stride, offset, length, table, window or scale of the lab's
-adapters gives a wrong output. NVIDIA's machine code is not judged: a kernel's bugs, its rounding and its writes outside the
-output show only on a B200. The kernel table of flashinfer-cubin 0.6.13 determines whether there is a kernel for a call.
+`lab judge lab.dry_run.b200 --device cpu` judges *the arguments of the launch*: a wrong stride, offset, length, table, window or
+scale that the lab passes gives a wrong output. NVIDIA's machine code is not judged: the bugs of a kernel, its rounding and its
+writes outside the output show only on a B200. A call is supported if the kernel table of flashinfer-cubin 0.6.13 has a kernel
+for it.
 """
 
 import functools

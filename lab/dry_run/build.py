@@ -39,11 +39,11 @@ CUBLAS_STATUS = (
 
 
 class NotBuiltError(RuntimeError):
-    """The launcher cannot be compiled on this machine. The message says why."""
+    """The launcher cannot be compiled on this machine. The message has the reason."""
 
 
 def why_not_built() -> str | None:
-    """Return a sentence that names what is missing to compile the launcher; None if nothing is."""
+    """Return a sentence that names what is missing to compile the launcher; None if nothing is missing."""
     if importlib.util.find_spec("flashinfer") is None:
         return sentence("a dry run", ["flashinfer"])
     if nvcc() is None:
@@ -76,9 +76,10 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the path of the launcher's library, compiled with a kernel table (by default `kernel_table.newest()`).
+    """Return the path of the launcher's library for a kernel table, by default `kernel_table.newest()`.
 
-    Compiling takes about a minute on an idle core. Raises NotBuiltError if it fails.
+    The library is compiled if the cache does not have it, which takes about a minute on an idle core. Raises NotBuiltError if
+    compiling fails.
     """
     reason = why_not_built()
     if reason is not None:
@@ -100,7 +101,7 @@ def is_built() -> bool:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the headers that the lab generates to compile the launcher with a kernel table: their text by file name."""
+    """Return the C++ headers that the lab generates for compiling the launcher with a kernel table: text by file name."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -113,7 +114,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the C++ names of those columns of the kernel table that the installed launcher reads."""
+    """Return the C++ names of the columns of the kernel table that the installed launcher reads."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -131,7 +132,7 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def _cached(made: dict[str, str]) -> Path:
-    """Return the library's path, whose folder is named by a digest of sources, flags, compiler and generated headers."""
+    """Return the path of the library in the cache. Its folder is named by a digest of all that the library is made from."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

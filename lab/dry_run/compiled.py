@@ -1,8 +1,8 @@
 """Find out without a GPU which shapes XQA, XQA MLA and fmha_v2 support, from the static assertions in FlashInfer's sources.
 
-nvcc compiles FlashInfer's source with FlashInfer's macros, and stops before it generates code at an added assertion, which
-always fails and whose message contains the size of the kernel's shared memory. If no other assertion fails, the source supports
-the shape. This takes half a second on an idle core. Registers, code and outputs are not examined.
+nvcc compiles a source of FlashInfer with FlashInfer's macros. The lab adds an assertion that always fails: its message contains
+the size of the kernel's shared memory, and nvcc stops there, before it generates code. If no other assertion fails, the source
+supports the shape. This takes half a second on an idle core. Registers, code and outputs are not examined.
 
 XQA's function `exactDiv` asserts that a division has no remainder, but FlashInfer compiles with NDEBUG, which removes the
 assertion: it would compile a kernel that skips data. The lab refuses such a shape.
@@ -77,7 +77,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What nvcc says about one source file of FlashInfer for a shape."""
+    """The result of compiling one source of FlashInfer for a shape: whether an assertion failed, and the shared memory."""
 
     source: str  #: file name
     #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
@@ -88,9 +88,10 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Check the assertions in each kernel source of FlashInfer's module for a shape. FlashInfer supports the shape if all do.
+    """Check the static assertions in each kernel source of FlashInfer's module for a shape. FlashInfer supports the shape if
+    none fails.
 
-    Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc failed for another reason than an assertion.
+    Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc fails for another reason.
     """
     if (reason := build.why_not_built()) is not None:
         raise build.NotBuiltError(reason)
@@ -146,7 +147,7 @@ def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """In the `with` block, make FlashInfer generate code for this compute capability only, and in a temporary folder."""
+    """In the `with` block, FlashInfer generates code only for this compute capability, in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa
@@ -164,7 +165,7 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Check the assertions in one source with nvcc. `shared_memory` is a C++ expression of a number of bytes."""
+    """Check the assertions in one source with nvcc. `shared_memory` is a C++ expression of the size in bytes."""
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -208,7 +209,7 @@ def _assertion(error: re.Match[str]) -> str:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return headers that declare the names of cuBLAS in a utility header of fmha_v2. No kernel uses these names."""
+    """Return headers that declare cuBLAS's names. A header of fmha_v2 needs the names, but no kernel uses them."""
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

@@ -3,9 +3,9 @@ fmha_v2.
 
     python -m lab.dry_run.compiled_table results/blackwell-dry-run
 
-compiles each shape in compiled.json again, and writes compiled.json and compiled.md. It takes about five minutes on an idle
-core. The shapes are just inside and outside each limit of the kernels; a new one is a row of the file with "verdicts": [] and
-"why_not": null.
+compiles each shape in compiled.json again, and writes compiled.json and compiled.md. This takes about five minutes on an idle
+core. The shapes lie just inside and just outside each limit of the kernels. To add a shape, add a row with "verdicts": [] and
+"why_not": null to the file.
 """
 
 import argparse
@@ -41,7 +41,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """One shape (the sizes for which FlashInfer compiles a kernel), and whether the compiler and the lab support it."""
+    """Sizes for which FlashInfer compiles a kernel, and whether FlashInfer's sources and the lab support them."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source

@@ -1,11 +1,13 @@
 """Read and write the table of trtllm-gen's kernels, from which FlashInfer's launcher selects a kernel.
 
-`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` converts flashinfer-cubin's C++ header `flashInferMetaInfo.h` to a file of
-the lab, which has all members that a launcher's selection reads. A column with the same value in all rows is written once.
+`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` converts flashinfer-cubin's C++ header `flashInferMetaInfo.h` to the file
+in which the lab keeps the table. The file has all columns that a launcher reads to select a kernel. A column with the same
+value in all rows is written once.
 
 The newest flashinfer-cubin on the package index is 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The
-launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. Its selection therefore
-*depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer flag.
+launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. So the selection of a
+later launcher *depends on the table of 0.6.13*: later kernels are missing, and whether an older kernel has a newer flag is not
+known.
 """
 
 import argparse
@@ -71,7 +73,7 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The table of trtllm-gen's kernels (flashInferMetaInfo.h), with one row per kernel, stored by column."""
+    """The table of trtllm-gen's kernels (flashInferMetaInfo.h), with one row per kernel. It is stored by column."""
 
     source: str  #: origin of the table, such as "flashinfer-cubin 0.6.13"
     types: dict[str, str]  #: C++ type of each column, by FlashInfer's member name
@@ -104,7 +106,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the lab's file: xz-compressed text, one line per column, like `type name: value,value,...`."""
+    """Return the content of the lab's file: xz-compressed text with one line per column, such as `type name: value,value`."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -131,7 +133,7 @@ def recorded() -> KernelTable:
 
 
 def newest() -> KernelTable:
-    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, or of the installed flashinfer-cubin, or the lab's own."""
+    """Return the kernel table in the folder `FLASHINFER_CUBIN_DIR`, else of the installed flashinfer-cubin, else the lab's."""
     folder = os.environ.get("FLASHINFER_CUBIN_DIR")
     if folder and any(Path(folder).rglob(HEADER_NAME)):
         return parsed(header_text(Path(folder)), f"FLASHINFER_CUBIN_DIR={folder}")
@@ -167,7 +169,7 @@ def _newest() -> tuple[KernelTable, dict[str, int]]:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of a header `flashInferMetaInfo.h` for a launcher that reads the columns `members`."""
+    """Return a C++ header `flashInferMetaInfo.h` with the table, for a launcher that reads the columns `members`."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]

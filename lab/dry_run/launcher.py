@@ -53,7 +53,7 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """FlashInfer's compiled launcher with a fake CUDA. It caches properties of the GPU, so each GPU needs its own copy."""
+    """FlashInfer's compiled launcher with a fake CUDA. The launcher caches properties of the GPU: each GPU has its own copy."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -84,7 +84,7 @@ class Launcher:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note in `log` that FlashInfer's Python code has filled a tensor with zeros, and return the tensor."""
+        """Return a tensor, and record in `log` that FlashInfer's Python code has filled the tensor with zeros."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 

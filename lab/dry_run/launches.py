@@ -1,6 +1,6 @@
 """Define the events that a dry run records: kernel launches with their arguments, memory fills and copies.
 
-Addresses point into the call's tensors (`Tensor.data_ptr`). The address 0 stands for no tensor.
+An address points into one of the call's tensors (`Tensor.data_ptr`). The address 0 stands for an absent tensor.
 """
 
 import re
@@ -17,7 +17,7 @@ TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_fl
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor in the arguments of a launch (cuda.h, `cuTensorMapEncodeTiled`): address, shape and strides."""
+    """A TMA descriptor in the arguments of a launch: address, shape and strides, as in cuda.h's `cuTensorMapEncodeTiled`."""
 
     member: str  #: the descriptor's name in `KernelParams`, such as `tmaK_`
     #: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
@@ -31,9 +31,10 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class KernelParams:
-    """The members of FlashInfer's `KernelParams` (kernelParams.h), in snake case without the prefix m.
+    """The members of FlashInfer's struct `KernelParams` (kernelParams.h), in snake case without the prefix m.
 
-    A member that the installed FlashInfer's struct does not have is None. `others` has (name, value) of all other members.
+    A member that the installed FlashInfer's struct does not have is None. `others` has (name, value) of each member without a
+    field here.
     """
 
     sizeof: int  #: size of the struct in bytes
@@ -118,7 +119,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A recorded call of a kernel that FlashInfer compiles for the call's shape, such as XQA. It was not executed."""
+    """A recorded call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The kernel was not run."""
 
     backend: str  #: "xqa", "xqa_mla" or "fmha_v2"
     compiled_for: tuple[tuple[str, Any], ...]  #: (parameter, value) pairs for which FlashInfer compiles the kernel

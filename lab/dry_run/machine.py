@@ -37,7 +37,7 @@ class Machine:
 
     Attributes:
         gpu: the GPU whose properties the fake CUDA reports.
-        compiled_calls: calls of kernels that FlashInfer compiles for each shape, since the last `clear`; none was executed.
+        compiled_calls: calls since the last `clear` of kernels that FlashInfer compiles for each shape. No such kernel was run.
     """
 
     def __init__(self, gpu: Gpu, computes: bool = False) -> None:
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return trtllm-gen's launcher, compiled at the first access. Raises NotBuiltError."""
+        """Return trtllm-gen's launcher. It is compiled at the first access, which may raise NotBuiltError."""
         if self._launcher is None:
             self._launcher = _launcher_for(self.gpu)
             self._launcher.computes = self._computes
@@ -57,7 +57,7 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the columns of the kernel table that the launcher reads and the table does not have. They count as false."""
+        """Return the columns that the launcher reads and the kernel table lacks. The launcher gets false for them."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
@@ -81,11 +81,11 @@ class Machine:
 
 @contextmanager
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
-    """Make FlashInfer's and the lab's TRT-LLM functions accept CPU tensors as if they were on a GPU, while the context is open.
+    """In the `with` block, make FlashInfer's and the lab's TRT-LLM functions accept CPU tensors as if they were on a GPU.
 
     FlashInfer calls the launcher with the fake CUDA. XQA and fmha_v2 are not compiled: their calls are only recorded. The
-    recorded calls can be read after the context, until a `Machine` of the same GPU is made again. Use one at a time, in one
-    thread.
+    recorded calls can be read after the block, until a `Machine` of the same GPU is made again. Use one machine at a time, in
+    one thread.
 
     Args:
         gpu: a name in `GPUS`, or a `Gpu`.
@@ -130,7 +130,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return what replaces FlashInfer's functions that query the GPU or compile a module."""
+    """Return the replacements of FlashInfer's functions that query the GPU or compile a module."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -161,7 +161,7 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return FlashInfer's modules in `ENTRIES`. Since 0.6.8 `mla` is a package, and its functions are in `_core`."""
+    """Return FlashInfer's modules in `ENTRIES`. Since 0.6.8, `mla` is a package that has its functions in `_core`."""
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
 
@@ -171,7 +171,7 @@ def _answer(value: Any) -> Function:
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for a function that compiles a kernel module. The returned module only records its calls."""
+    """Return a replacement for a function that compiles a kernel module. The module's functions only record their calls."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Make the attention calls of forward passes for an absent GPU, and record for each call the kernel with its launches, or the
-reason why no kernel supports it.
+"""Make the attention calls of forward passes for an absent GPU, and record for each call the kernel and its launches, or the
+reason why no kernel supports the call.
 
 A forward pass has the same lengths, pool, metadata and arguments as in `lab bench` and in the judge. Its tensors are not
-written, so that a pool of gigabytes takes no memory.
+written, so a pool of gigabytes takes no memory.
 """
 
 import itertools
@@ -71,7 +71,7 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls. A mixed batch may have two, one for its decode requests."""
+    """A named forward pass and its attention calls. A mixed batch may have a second call, for its decode requests."""
 
     name: str
     case: ForwardCase | MLACase
@@ -92,7 +92,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of each default scenario of `lab bench`, then of each forward mode in the judge's checks M1 and M2."""
+    """Yield (name, case): the default scenarios of `lab bench`, then the forward modes of the judge's checks M1 and M2."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -112,7 +112,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> list[str]:
-    """Return words, such as "hnd", that distinguish this case from other cases of M1 in the same forward mode."""
+    """Return words, such as "hnd", that distinguish this case from other cases of M1 with the same forward mode."""
     is_frozen = case.draft_step == FROZEN_KV_STEP
     options = {
         f"frozen_kv/topk{case.topk}": is_frozen,
@@ -142,7 +142,7 @@ def _mla_options(case: MLACase) -> list[str]:
 def dry_run(
     gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
-    """Return the kernels and launches of named forward passes on an absent GPU in `lab.dry_run.GPUS`.
+    """Return the kernels and launches of named forward passes on an absent GPU, which is a name in `lab.dry_run.GPUS`.
 
     For SM100 and SM103 FlashInfer's launcher selects the kernels, if it can be compiled here. Otherwise the rules of
     `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
@@ -178,7 +178,7 @@ def _why_no_launcher(gpu: Gpu) -> str | None:
 
 
 class _NotedCalls:
-    """FlashInfer's functions, which only record the kernel and the launches of each call."""
+    """A replacement for FlashInfer's functions that records the kernel and the launches of each call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -212,7 +212,7 @@ class _NotedCalls:
 
 
 def _unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the forward pass of a case, without contents in query and cache, and without expected outputs."""
+    """Return the forward pass of a case. Its query and cache are not initialised, and it has no expected outputs."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:

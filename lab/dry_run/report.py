@@ -26,7 +26,7 @@ Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return, by scenario, the kernels of a run that was recorded with CUPTI. Raises RecordedFileError."""
+    """Return the names of the kernels that ran in a run recorded with CUPTI, by scenario. Raises RecordedFileError."""
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
     if not found:
@@ -37,7 +37,7 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with one row per forward pass. `profiled` has the kernels that ran on a real GPU."""
+    """Return a table with one row per forward pass. `profiled` has the kernels that ran on a real GPU, for comparison."""
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
         "pass": lambda each: words(each.name),
@@ -130,7 +130,7 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def short_name(launch: Launch) -> str:
-    """Return the name of a launch's kernel; of a C++ mangled name, the function's name."""
+    """Return the name of a launch's kernel. From a C++ mangled name, only the function's name is taken."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
     while found := re.match(r"\d+", rest):  # in a nested name, each part follows its length
         start, end = found.end(), found.end() + int(found[0])

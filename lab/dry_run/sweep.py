@@ -1,7 +1,7 @@
 """Compare the lab's rules for unsupported calls (`why_not`) with FlashInfer's own launcher on SM100 and SM103, for many calls
 with different arguments (`lab.dry_run.sweep_points`).
 
-A refusal by `why_not` is right if the launcher fails for the same reason, or launches a kernel that misreads the call: its
+`why_not` refuses a call rightly if the launcher fails for the same reason, or launches a kernel that misreads the call: its
 descriptors have other strides, the kernel's name has other sizes, or the mask is ignored. `why_not` may also refuse a call for
 which the launcher fails with more or longer requests.
 
@@ -94,7 +94,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdicts on every `every`-th of many calls of each function; `drawn` of them are random."""
+    """Yield verdicts on calls of each function, on every `every`-th of them; `drawn` of the calls have random arguments."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -104,7 +104,7 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 @contextmanager
 def unguarded_machine(gpu: str) -> Iterator[Machine]:
-    """In the `with` block, simulate an absent GPU (`machine`) whose launcher also gets the calls that `why_not` refuses."""
+    """In the `with` block, simulate an absent GPU (`machine`). The launcher also gets calls that `why_not` refuses."""
     with machine(gpu) as made, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
         yield made
 
@@ -137,7 +137,7 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield each sentence with which a kernel's rules refuse a problem. (`why_not` returns only the first.)"""
+    """Yield all sentences with which a kernel's rules refuse a problem, while `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -147,7 +147,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if the launcher of FlashInfer 0.7.2 would select a kernel that the table of 0.6.13 lacks."""
+    """Return True if FlashInfer 0.7.2's launcher would select a kernel that the table of 0.6.13 does not have."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -161,7 +161,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Return (error, None) for a failed call, and (what is misread, kernel) for a launch."""
+    """Return (error, None) if the launcher fails; else (a sentence about misread arguments or None, name of the kernel)."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
@@ -247,7 +247,7 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a TMA descriptor has the address and strides of `side` (K or V, [pages, tokens, heads, head_dim])."""
+    """Return True if a TMA descriptor has the address and strides of `side`: K or V, [pages, tokens, heads, head_dim]."""
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
     if tma.address != side.data_ptr():
@@ -320,9 +320,7 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare the lab's rules (`why_not`) with FlashInfer's launcher on B200 and B300. Write the results as JSON and as a
-    page.
-    """
+    """Compare `why_not` with FlashInfer's launcher on B200 and B300. Write the results as JSON and as a page."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--drawn", type=int, default=DRAWN, help=f"random calls of each function (default {DRAWN})")

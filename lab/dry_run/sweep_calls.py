@@ -1,6 +1,7 @@
-"""Define the axes of the decode, context and MLA calls in the sweep, and make the calls that points describe. A *point* has a
-value for each *axis*; an axis is an argument of a trtllm-gen call, with values that the kernels support and values that they do
-not. Tensors are not initialised, so large ones take no memory.
+"""Define the axes of the decode, context and MLA calls in the sweep, and make the calls that points describe.
+
+An *axis* is an argument of a trtllm-gen call, with values that the kernels support and values that they do not. A *point* has
+one value for each axis, and so describes one call. Tensors are not initialised, so large ones take no memory.
 """
 
 import math
@@ -253,7 +254,7 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a query of `shape` [num_rows, num_qo_heads, head_dim] with the strides of `form`, a value of the axis "query"."""
+    """Return an uninitialised query [num_rows, num_qo_heads, head_dim]. `form` names its strides, such as "fused"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
@@ -293,20 +294,20 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_layout(
     point: Point, width: int, token_stride: int, head_stride: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of a page in the layout of a point's cache, from the strides of a token and of a head."""
+    """Return (shape, strides) of a page in the layout of the point's cache, from the strides of a token and of a head."""
     sizes, strides = (point["page_size"], point["num_kv_heads"]), (token_stride, head_stride)
     step = 1 if "NHD" in point["cache"] else -1
     return (*sizes[::step], width), (*strides[::step], 1)
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number at the place of "#" in a text: 16 for "V 16 bytes on" and "V # bytes on"; 0 for another text."""
+    """Return the number in `form` at the place of "#" in `pattern`: 16 for "V 16 bytes on" and "V # bytes on"; else 0."""
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 
 
 def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
-    """Return an uninitialised tensor with this shape and these strides, `start_bytes` after a multiple of 64 bytes."""
+    """Return an uninitialised tensor with these strides. It begins `start_bytes` after a multiple of 64 bytes."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)
     start_bytes -= start_bytes % dtype.itemsize

@@ -1,7 +1,7 @@
 """Define the axes of DeepSeek-V4's call in the sweep, make the calls that points describe (see `lab.dry_run.sweep_calls`), and
 find pools that a launch misreads.
 
-The address of `sparse_indices` is not varied: the lab refuses an address that is not a multiple of 16 bytes, and the launcher
+The address of `sparse_indices` is not varied. The lab refuses an address that is not a multiple of 16 bytes, and the launcher
 accepts any address.
 """
 
@@ -75,7 +75,7 @@ def _pool(point: Point, page_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def misread_pools(maps: dict[str, TensorMap], problem: TwoPools) -> str | None:
-    """Return a sentence about the first pool whose descriptor has another address or token stride."""
+    """Return a sentence about the first pool whose TMA descriptor has a wrong address or token stride, else None."""
     for name, pool in (("tmaKSlidingWindowKvPool_", problem.window_cache), ("tmaK_", problem.k_cache)):
         row_bytes = pool.shape[3] * pool.element_size()
         if (maps[name].address, maps[name].strides_bytes) != (pool.data_ptr(), (row_bytes,)):

@@ -1,4 +1,4 @@
-"""Choose the points of the sweep. A point has a value for each axis (argument) of a trtllm-gen call and describes one call."""
+"""Choose the points of the sweep. A point has one value for each axis (argument) of a trtllm-gen call."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """How the sweep chooses and makes calls of one function: axes with their values, and a function that makes a call."""
+    """How the sweep makes calls of one function: the axes with their values, and a function that makes a call of a point."""
 
     model: Model  #: the axes of the call, with constraints on their values
     bases: tuple[Point, ...]  #: points that trtllm-gen supports. A random point differs from one of them on some axes.
@@ -57,7 +57,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield different points: each value of each axis alone, the grids in `Model.triples`, and `drawn` random points."""
+    """Yield distinct points: each value of each axis alone, the combinations in `Model.triples`, and `drawn` random points."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

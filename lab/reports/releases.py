@@ -1,6 +1,6 @@
 """Show in a table which known failures of kernels (findings) each release of a package has.
 
-lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
+    lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
 Each file is a report of the judge. The release is the version of the package in the report's environment. A release may have
 several reports with different ranges of parameters. All releases must be judged with equal settings, such as level and seed
