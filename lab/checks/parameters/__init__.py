@@ -1,1 +1,1 @@
-"""Describe the parameters of each call and their values, and choose cases that cover all values and all pairs of values."""
+"""The parameters of each judged function with their values, and the choice of cases that cover all values and all pairs."""

@@ -1,4 +1,4 @@
-"""Make attention cases from `Ranges`, and narrow ranges to the values that a function accepts."""
+"""Make random attention cases from `Ranges`, and find out which of their values a kernel accepts."""
 
 import itertools
 import random
@@ -37,26 +37,21 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases. Each value of a parameter occurs equally often, at most `num_builds` combinations of the
-    values for which kernels are compiled occur, and many lengths end at page or tile edges.
+    """Yield `count` random cases in which each value of a parameter occurs equally often, and many lengths end at the edges of
+    pages or tiles. Kernels are compiled for at most `num_builds` combinations of values, which are the same for all checks.
     """
     seed += SEEDS * ranges.seed
-    rng = random.Random(f"{interface.name} {seed}")
-    all_builds, first = builds(ranges, interface, num_builds), rng.randrange(num_builds)
+    rng, rng_of_builds = random.Random(f"{interface.name} {seed}"), random.Random(f"{interface.name} {ranges.seed}")
+    compiled = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
+    all_builds, first = _dealt(rng_of_builds, ranges, compiled, num_builds), rng.randrange(num_builds)
     at_run_time = _dealt(rng, ranges, [name for name in fields_of(interface) if name in AT_RUN_TIME], count)
     for number in range(count):
         values = all_builds[(first + number) % num_builds] | at_run_time[number]
         q_lens, kv_lens = (lens[number % 3 :] + lens[: number % 3] for lens in _lens(rng, ranges, interface, values))
-        page_size = values.get("page_sizes") or values["mla_page_sizes"]
+        page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
         seeds = {"seed": number + seed, "page_seed": number + seed}
         yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
-
-
-def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
-    """Return `count` combinations of values for which a kernel is compiled. All checks use the same ones."""
-    rng = random.Random(f"{interface.name} {ranges.seed}")
-    return _dealt(rng, ranges, [name for name in fields_of(interface) if name not in AT_RUN_TIME], count)
 
 
 def case_within(
@@ -70,9 +65,8 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return a case with these lengths. `values` has its other parameters, by names of fields of `ranges` such as "dtypes"."""
+    """Return a case with these lengths. `values` has one value for each field of `Ranges` from which a call gets a value."""
     dtype, kv_dtype = values["dtypes"]
-    page_size = values.get("page_sizes") or values["mla_page_sizes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
         heads = {"num_kv_heads": 1, "group": values["mla_heads"], "head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -89,8 +83,12 @@ def case_within(
         window_left=window_left,
         sinks=values.get("sinks", False),
         seed=seed,
-        storage=Storage(page_size, kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
+        storage=Storage(_page_size(values), kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
     )
+
+
+def _page_size(values: Mapping[str, Any]) -> int:
+    return int(values.get("page_sizes") or values["mla_page_sizes"])
 
 
 def values_of(case: AttentionCase) -> Point:
@@ -112,7 +110,7 @@ def values_of(case: AttentionCase) -> Point:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    q_len, page_size = values["q_lens"], values.get("page_sizes") or values["mla_page_sizes"]
+    q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is AttentionCall.MLA_DECODE:
         return [q_len] * 3, [max(rng.choice(edges), q_len) for _ in range(3)]
@@ -125,7 +123,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random attention cases, changed by `adapt`, without end; nothing for a function without a paged cache."""
+    """Yield random attention cases without end, after `adapt` has changed each; none for a function without a paged cache."""
 
     def make(point: Point, seed: int) -> Any:
         # The seed determines the data, and the lengths of all requests except the longest.
@@ -166,7 +164,9 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return the numbers of keys, up to `longest`, at or next to which kernels change their code: 1, 2, pages and tiles."""
+    """Return lengths up to `longest` at which a loop over pages or tiles ends: 1, 2, a page, two pages, 64, 128, 256, 512 and
+    `longest`, and the lengths one below and one above each.
+    """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
 
@@ -176,14 +176,23 @@ def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return `ranges` without the values that a function refuses; None if it accepts no call, or refuses no value.
+    """Return `ranges` without the values that a kernel's function refuses; None if it accepts no call, or refuses no value.
 
-    Each value is tried in one call that differs only in this value from an accepted one: a case in `taken`, or a call of usual
-    values. A value with which the call fails is kept, so that the failure is judged. `submit` submits one case of a check for
-    judging, as `lab.checks.run.workers.Workers.submit` does.
+    Each value is tried in one call that differs only in this value from an accepted call: a case in `taken`, or a call of
+    usual values. A value with which the call fails is kept, so that the failure is judged. `submit(check, case)` submits a
+    case for judging, and returns a function that waits for the judgement.
     """
-    outcomes_of = partial(_outcomes, submit, interface, ranges)
     ranges = replace(ranges, dtypes=ranges.widened("dtypes"))
+
+    def outcomes_of(several: Sequence[Point]) -> list[Outcome]:
+        waiting = []
+        for values in several:
+            q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1
+            kv_lens = (max(q_len, 40), max(q_len, 9))
+            case = case_within(ranges, interface, values, kv_lens, (q_len, q_len), window_left=window_left)
+            waiting.append(submit(DISCOVERY, case))
+        return [wait().outcome for wait in waiting]
+
     base = _first_taken(outcomes_of, interface, ranges, taken)
     if base is None:
         return None
@@ -202,13 +211,10 @@ def _first_taken(
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
     within = (each for each in known if all(each[name] in getattr(ranges, name) for name in names))
-    ordered = [sorted(getattr(ranges, name), key=partial(_place, OPTIONS[name].likely)) for name in names]
+    ordered = [enumerate(sorted(getattr(ranges, name), key=partial(_rank, name))) for name in names]
     # First the most usual value of every field, then combinations with more and more unusual values.
-    places = sorted(itertools.product(*(range(len(values)) for values in ordered)), key=sum)
-    likely = (
-        {name: values[place] for name, values, place in zip(names, ordered, each, strict=True)}
-        for each in places[:MOST_TRIES]
-    )
+    places = sorted(itertools.product(*ordered), key=lambda each: sum(place for place, _ in each))
+    likely = (dict(zip(names, (value for _, value in each), strict=True)) for each in places[:MOST_TRIES])
     tries = itertools.chain(itertools.islice(within, 1), likely)
     while several := list(itertools.islice(tries, AT_ONCE)):
         for values, outcome in zip(several, outcomes_of(several), strict=True):
@@ -217,16 +223,5 @@ def _first_taken(
     return None
 
 
-def _place(likely: tuple[Any, ...], value: Any) -> int:
-    texts = [*map(text_of, likely)]
-    return texts.index(text_of(value)) if text_of(value) in texts else len(texts)
-
-
-def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    waiting = []
-    for values in several:
-        q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1
-        kv_lens = (max(q_len, 40), max(q_len, 9))
-        case = case_within(ranges, interface, values, kv_lens, (q_len, q_len), window_left=window_left)
-        waiting.append(submit(DISCOVERY, case))
-    return [wait().outcome for wait in waiting]
+def _rank(name: str, value: Any) -> int:  # of a value among the likely ones of a field; a high one if it is not likely
+    return [*map(text_of, OPTIONS[name].likely), text_of(value)].index(text_of(value))

@@ -1,4 +1,4 @@
-"""The special kinds of calls, such as calls over an NVFP4 cache. Each check of single calls also judges them."""
+"""Special kinds of attention calls, such as calls over an NVFP4 cache, which many checks judge in addition to usual calls."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,9 +20,10 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield a special case for each form that a plain case can have, at most `count` unless it is None. The seed of the
-        first plain case selects the form to begin with, so that different checks begin with different forms.
+        """Change usual cases (`plain`) into cases of this kind, and yield one case for each form of the kind: at most `count`,
+        or all if `count` is None.
         """
+        # The seed of the first usual case selects the form to begin with, so that different checks begin with different forms.
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
         turns = enumerate((*forms[first:], *forms[:first]))
@@ -48,8 +49,8 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
 
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
-    """Return the case as a context-parallel call of one rank, (rank, number of ranks), without arguments that FlashInfer
-    excludes in it. Raise ValueError if the lengths are not possible on this rank, or the function has no context parallelism.
+    """Return the case as the call of one context-parallel rank, (rank, number of ranks), without arguments that FlashInfer
+    excludes in such calls. Raises ValueError if a request cannot have its number of keys on this rank.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

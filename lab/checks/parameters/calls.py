@@ -1,4 +1,4 @@
-"""Build the call that a configuration describes, in forms such as tensors with gaps between rows, and judge its results."""
+"""Build the attention call that a `Configuration` describes, and judge its results and what it wrote."""
 
 import math
 from collections.abc import Iterator
@@ -46,7 +46,9 @@ def judge_call(run: CaseRun) -> None:
 
 
 def judge_built(run: CaseRun, call: BuiltCall) -> None:
-    """Make a call. Judge its output, LSE, returned shapes and dtype, and that it wrote only to outputs and scratch."""
+    """Make a call, and judge its output, its LSE, their shapes and dtypes, and that it changed no input and no memory around
+    its outputs.
+    """
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")

@@ -1,4 +1,4 @@
-"""The circumstances of calls for which kernels have separate code, such as a long request, whose keys are split."""
+"""Groups of calls for which kernels have separate code, such as calls with a request of thousands of keys, which are split."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ AT_LIMITS: tuple[Point, ...] = (
 
 
 def at_limits(model: Model) -> Iterator[Point]:
-    """Yield the point of each combination in `AT_LIMITS` that the model has and that its shard must judge."""
+    """Yield a point with each combination of values in `AT_LIMITS` that the model has and that this part of the run judges."""
     for each in AT_LIMITS:
         has = all(value in model.axes.get(name, ()) for name, value in each.items())
         if has and model.shard.has(tuple(each.items())) and (point := model.completed(each)) is not None:
@@ -48,9 +48,9 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """Calls for which kernels have separate code, such as those with a long request: a model that permits only such calls."""
+    """A group of calls for which kernels have separate code, such as calls with a long request."""
 
-    model: Model
+    model: Model  # permits only calls of the group
     chosen: int  # number of axes of a case that may have other values than the default
 
     def has(self, point: Point) -> bool:
@@ -58,7 +58,9 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return the values that cases of such calls must contain, and `WINDOW` with each position of the longest request."""
+        """Return the values that the cases of the group must cover, and the pairs of the window `WINDOW` and a position of the
+        longest request.
+        """
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
         if WINDOW in axes.get("window_left", ()):
@@ -70,15 +72,15 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield the circumstances that a model permits. A metadata builder has none.
+    """Yield the groups of calls that a model permits; none for a metadata builder.
 
-    There are three with one query row per request, and three with several rows:
-    1. A request has thousands of keys, and at most `FEW` of the `DECISIVE` axes have other values than the default.
-    2. A request has thousands of keys, and at most `SEVERAL` of the other axes have other values than the default.
-    3. The batch has one request, and the bound of the lengths on the host is far too large.
-    A model with the axis `causal` has one more: non-causal, with fewer keys than rows.
+    There are three groups with one query row per request, and three with several rows:
+    1. A request has thousands of keys, and a case has at most `FEW` values other than defaults, all of `DECISIVE` axes.
+    2. A request has thousands of keys, and a case has at most `SEVERAL` values other than defaults, all of other axes.
+    3. The batch has one request, and the upper bound of the lengths on the host is far too large.
+    A model with the axis `causal` has one more group: non-causal calls with fewer keys than rows.
 
-    In all circumstances, several query heads share a K/V head if the model has such values.
+    In all groups, several query heads share a K/V head if the model has such values.
     """
     axes = model.axes
     if "longest_request" not in axes:  # a metadata builder

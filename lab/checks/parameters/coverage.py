@@ -16,17 +16,17 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """What happened in a run to a parameter value, or to a combination of values."""
+    """Whether a run judged a value of a parameter, or a combination of values."""
 
-    JUDGED = "judged"  # a judged case has it
-    DECLINED = "declined"  # only cases that the kernel declined have it
-    LEFT_OUT = "left out"  # no case has it
-    IMPOSSIBLE = "impossible"  # the rules of the model forbid it
+    JUDGED = "judged"  # in a judged case
+    DECLINED = "declined"  # only in cases that the kernel declined
+    LEFT_OUT = "left out"  # in no case
+    IMPOSSIBLE = "impossible"  # forbidden by the rules of the model
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which values of one function's parameters, and which pairs and triples of values, were judged or declined in a run."""
+    """How many values of one function's parameters, pairs and triples of values were judged in a run, and which were not."""
 
     interface: Interface
     values: Mapping[str, Mapping[Any, Reach]]  # by axis and value
@@ -50,7 +50,7 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return how many possible values and pairs were judged, as "40 of 42 values and 300 of 320 pairs of decode"."""
+        """Return the judged shares as text, such as "40 of 42 values and 300 of 320 pairs of decode"."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
@@ -89,8 +89,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return the values, pairs and declared triples in judged cases, and those in declined cases. Cases that failed before a
-    comparison do not count, nor do values outside a group of `Model.apart` that a case has, unless every judged case has one.
+    """Return (judged, declined): the values, pairs and declared triples of values that judged cases cover, as `Model.tuples_of`
+    says, and those that declined cases cover. Cases that failed before a result was compared cover nothing.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -105,7 +105,9 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return the model with only judged values, None if an axis has none, and its pairs and triples that no judged case has."""
+    """Return (model with only the judged values, its pairs and triples of values that no judged case covers). The model is None
+    if no value of an axis was judged.
+    """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return taken, [] if taken is None else [goal for goal in taken.tuples() if goal not in judged]

@@ -22,7 +22,7 @@ Group = frozenset[tuple[str, Any]]  # (axis, value) pairs
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of a run that several machines divide among them, such as part 3 of 8. Each case is in exactly one part."""
+    """One part of a run that several machines share, such as part 3 of 8."""
 
     number: int = 1  # from 1
     count: int = 1
@@ -39,7 +39,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if this shard must judge a combination of values. Each combination belongs to exactly one shard."""
+        """Return True if this part of the run must judge the combination `goal`, which exactly one part must."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -48,7 +48,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule of a model: a condition on the values of some axes that each call must meet, and the reason for it."""
+    """A condition that the values of some parameters (axes) of a call must fulfil, and the reason for it."""
 
     fits: Callable[..., bool]  # the condition; the names of its parameters are the names of the axes
     why: str  # the reason, a sentence
@@ -72,18 +72,15 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 
 @dataclass(frozen=True)
 class Model:
-    """The axes (parameters) of a call with their values, and the rules between them. A point is a value for each axis.
-
-    Raises:
-        ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
+    """The parameters (axes) of a call with their values, and rules about which values go together. Raises ValueError if an axis
+    has no values, a rule or a triple names an unknown axis, or no point (one value for each axis) fits all rules.
     """
 
     axes: Mapping[str, Sequence[Any]]  # the values of each axis, the default first
     rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()  # three axes whose values are covered in triples, not only in pairs
-    vacuous: Group = (
-        frozenset()
-    )  # with such a value a call computes nothing, and a point covers only what contains the value
+    # With such a value a call computes nothing, and a point covers only the combinations with the value.
+    vacuous: Group = frozenset()
     # Values that kernels decline or compute by separate code, such as an NVFP4 cache. A point with one covers only combinations
     # with a value of the same group. A group is ignored if it has all values of an axis.
     apart: tuple[Group, ...] = ()
@@ -110,7 +107,7 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model without repeated values, and without rules and triples that name an axis that is not in `axes`."""
+        """Make a model. Values that an axis has twice, and rules and triples that name an axis not in `axes`, are left out."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -120,12 +117,14 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only the values for which ((axis, value),) is in `taken`; None if an axis keeps no value."""
+        """Return the model with only the values of which `taken` has ((axis, value),); None if an axis would have no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if a point, which may lack axes, breaks no rule; if `added` names an axis, no rule on this axis."""
+        """Return True if the values in `point` break no rule. A rule on an axis that `point` lacks is not tested. If `added`
+        names an axis, only the rules on this axis are tested.
+        """
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
@@ -151,7 +150,9 @@ class Model:
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return the allowed point with these values and, where rules permit, the default of each other axis; else None."""
+        """Return a point with these values that fits all rules, with default values of other axes where the rules permit them;
+        None if there is no such point.
+        """
         if not self.fits(values):
             return None
         point = dict(values)
@@ -170,9 +171,8 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Add values for the axes `names` to the point, the first that break no rule, and return None; else return the axes
-        that conflict. The search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
-        """
+        # Add values for the axes `names`, and return None; or return the axes that conflict if no values break no rule. The
+        # search backjumps: if an axis is not among the conflicting ones, its other values are not tried.
         if not names:
             return None
         name, *others = names
@@ -191,8 +191,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, and a point for each other value with otherwise defaults. Values of other shards are left
-        out, except those of the axes in `of_all`.
+        """Yield the default point and, for each other value of an axis, the point in which most other axes have their default.
+        A value that another part of the run judges (`Model.shard`) is left out, except on the axes `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -205,7 +205,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs of values and the declared triples that the shard must cover and that break no rule by themselves."""
+        """Yield the pairs and declared triples of values that this part of the run must cover and that break no rule alone."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     def _goals(self) -> Iterator[Values]:
@@ -215,32 +215,30 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return for each pair and declared triple the reason why the rules forbid it, or "" if they allow it."""
-        return {goal: self._why_not(dict(goal)) for goal in self._goals()}
-
-    @functools.cached_property
-    def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Return for each (axis, value) pair the point with this value and otherwise defaults; None if the rules forbid it."""
-        return {each: self.completed(dict([each])) for (each,) in self.values()}
-
-    @functools.cached_property
-    def _without_one(self) -> "Sequence[tuple[Constraint, Model]]":
-        return [
+        """Return for each pair and declared triple of values the reason why the rules forbid it, or "" if they allow it."""
+        without_one = [
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         ]
 
-    def _why_not(self, values: Point) -> str:
-        near = (self.default, *filter(None, map(self.nearest.get, values.items())))  # where most values fit
-        is_near = any(all(self.fits(point | values, name) for name in values) for point in near)
-        if is_near or self.completed(values) is not None:
-            return ""
-        direct = self._broken(values)
-        alone = (rule for rule, others in self._without_one if others.completed(values) is not None)
-        return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
+        def reason(values: Point) -> str:
+            near = (self.default, *filter(None, map(self.nearest.get, values.items())))  # where most values fit
+            is_near = any(all(self.fits(point | values, name) for name in values) for point in near)
+            if is_near or self.completed(values) is not None:
+                return ""
+            direct = self._broken(values)
+            alone = (rule for rule, others in without_one if others.completed(values) is not None)
+            return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
+
+        return {goal: reason(dict(goal)) for goal in self._goals()}
+
+    @functools.cached_property
+    def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
+        """Map each (axis, value) pair to the point `completed({axis: value})`, which is None if the rules forbid the value."""
+        return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples that a point covers. If it has a pair of `vacuous` or of a group in
-        `apart` (default: the model's), it covers only the combinations that contain a pair of the same group.
+        """Yield the values, pairs and declared triples of values that a point covers: those that it contains. A point with a
+        value of `Model.vacuous` or of a group in `apart` (default: `Model.apart`) covers only those with a value of the group.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
@@ -250,7 +248,7 @@ class Model:
         return (each for each in found if not any(group.isdisjoint(each) for group in present)) if present else found
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
-        """Return the groups of `apart` that a point can avoid: `values` has a pair outside the group for each of its axes."""
+        """Return the groups of `Model.apart` that a point can avoid, as `values` has other values of all axes of the group."""
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
         )
@@ -262,10 +260,11 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all `goals` (default: `tuples`) that allowed points contain. At most `chosen` axes
-        of a point differ from their default (None: any number). Each point is built greedily around a goal that no earlier
-        point contains, triples first, because the points for them contain most pairs.
+        """Yield points that fit the rules and together contain all combinations of values in `goals` (default: `tuples`) that
+        the rules permit. In a point, at most `chosen` axes have other values than their default (None: any number).
         """
+        # Each point is built greedily around a goal that no earlier point contains, triples first, as their points contain most
+        # pairs.
         rng = random.Random(seed)
         left = _Left(self.tuples() if goals is None else goals)
         order = list(left.goals)
@@ -282,9 +281,6 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int | None) -> Point | None:
-        """Return a point that contains `goal` and as many goals of `left` as a greedy choice finds, or None if no allowed point
-        does. Axes of the largest triples get their values first, while the other axes of these triples are free.
-        """
         whole = self.completed(dict(goal))
         if whole is None:
             return None
@@ -293,6 +289,7 @@ class Model:
         others = self.vacuous.union(*(group for group in self._apart if group.isdisjoint(goal)))
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
+        # Axes of the largest triples get their values first, while the other axes of these triples are free.
         names.sort(key=self._largest_triples.__getitem__, reverse=True)
         most = len(names) if chosen is None else chosen - len(goal)
         for name in names:

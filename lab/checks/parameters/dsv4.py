@@ -1,4 +1,4 @@
-"""DeepSeek-V4's decode call over two pools (a window of tokens, compressed entries): its parameters, rules and arguments."""
+"""DeepSeek-V4's decode call over two pools, a window of tokens and compressed entries: its parameters, rules and tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,7 +103,9 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 def dsv4_inputs(
     of: Chosen, _: Ranges, device: torch.device, lens: Lens | None = None, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of a configuration; in a graph replay with other lengths, sinks, data (`seed`), pages (`moved`)."""
+    """Return the tensors of a configuration. A graph replay passes other lengths `lens`, another seed of the data to add to the
+    configuration's, and `moved` for other pages; its call has sinks.
+    """
     has_sinks = lens is not None or of["sinks"] != Sinks.NONE
     lengths = lens or lens_of(of)
     columns = of["columns"] - WINDOW_COLUMNS

@@ -1,4 +1,4 @@
-"""The parameters of the function that writes the K/V index lists of a draft: the pool slots that a branch reads in a step."""
+"""The parameters of the function that writes, for each branch and step of a draft, the list of the K/V pool slots to read."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -47,7 +47,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return prefix lengths in tokens. If `prefixes` is a number, one request has this length, and the rest are short."""
+    """Return the prefix length of each request in tokens. If `prefixes` is a number, one request has this length, and all other
+    requests are short.
+    """
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),
@@ -68,10 +70,6 @@ def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., 
     return fits
 
 
-FIELDS = (
-    *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "far_rows", "first_cell"),
-    *("window_size", "sink_size", "translated"),
-)
 RULES = constraints(
     {
         "a sink has a window": lambda window_size, sink_size: window_size > 0 or sink_size == 0,

@@ -1,5 +1,5 @@
-"""Judge the metadata builders of the MHA, MLA and DeepSeek-V4 backends, for the batches of two passes, against loops over
-requests.
+"""Judge the functions that build the metadata of attention calls for MHA, MLA and DeepSeek-V4, in two forward passes. The
+expected metadata is computed by loops over requests.
 """
 
 import copy
@@ -35,7 +35,7 @@ SLOTS = 3  # padding requests of a padded batch; also its number of padding rows
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The lengths of the requests in a forward pass, without tensors. `PassCase` documents the fields of the same names."""
+    """The forward mode and the lengths of the requests of a forward pass, without tensors."""
 
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
@@ -81,36 +81,32 @@ def metadata_case(of: Configuration) -> MetadataCase:
     return MetadataCase(ForwardMode[of["mode"]], tuple(prefixes), tuple(q_lens), step, page_size, rows[0])
 
 
-class Snapshot:
-    """Copies of all tensors in the attributes of some objects, to find those that were written since."""
+def _tensors_of(*objects: Any) -> dict[str, Tensor]:
+    named = {f"{type(each).__name__}.{name}": value for each in objects for name, value in vars(each).items()}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
-    def __init__(self, *of: Any) -> None:
-        self._of = of
-        self.before = {name: tensor.clone() for name, tensor in self.tensors().items()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f"{type(each).__name__}.{name}": value for each in self._of for name, value in vars(each).items()}
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-    def changed(self) -> list[str]:
-        now = self.tensors()
-        return [name for name, tensor in self.before.items() if not torch.equal(tensor, now[name])]
+def _watched(*objects: Any) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that returns former copies of those tensors in the objects' attributes that were changed since."""
+    before = {name: tensor.clone() for name, tensor in _tensors_of(*objects).items()}
+    return lambda: {name: old for name, old in before.items() if not torch.equal(old, _tensors_of(*objects)[name])}
 
 
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, which records an error if it changes its inputs, and restores them for the
-    expected metadata. `features` are those of the pass, None for those of the last call.
+    """Return the implementation's metadata builder, wrapped. If a call changes the batch or the pool, the wrapper records this
+    error with `features` (None: those of the last call), and restores the tensors.
     """
     function = run.function(interface)
 
     def build(batch: ForwardBatch, pool: KVPool, *arguments: Any, **options: Any) -> Any:
-        given = Snapshot(*filter(None, (batch, batch.spec_info, pool)))
+        inputs = [*filter(None, (batch, batch.spec_info, pool))]
+        changed_inputs = _watched(*inputs)
         metadata = function(batch, pool, *arguments, **options)
-        changed = given.changed()
-        for name in changed:
-            given.tensors()[name].copy_(given.before[name])
+        changed = changed_inputs()
+        for name, before in changed.items():
+            _tensors_of(*inputs)[name].copy_(before)
         run.expect(f"the inputs of {what}", [f"building {what} changed {name}" for name in changed], call=features)
         return metadata
 
@@ -118,20 +114,20 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata of a pass and of a later one against loops over requests. It must own its memory."""
+    """Judge the metadata of a forward pass and of a later one. Neither may change with a later pass, or with its own inputs."""
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])
     pool = _pool(of, first, later, of.seed, run.device)
     batch = _batch(of, first, pool)
-    built = Snapshot(_built(run, "the metadata", batch, pool, _features(run, first)))
+    changed = _watched(_built(run, "the metadata", batch, pool, _features(run, first)))
     if of["later"] == Later.RENUMBERED:
         _renumber(batch, pool, of.seed)
     else:
         pool = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
         batch = _batch(of, later, pool)
     again = _built(run, "the metadata of a later pass", batch, pool, _features(run, later))
-    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed()]
+    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in changed()]
     run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
     expect_own_tensors(run, batch, pool, again, _features(run, later))
 
@@ -139,10 +135,10 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    built = Snapshot(metadata)
-    for name, tensor in Snapshot(batch, pool).tensors().items():
+    changed = _watched(metadata)
+    for name, tensor in _tensors_of(batch, pool).items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
-        wrongs = [f"the metadata's {each} changed with {name}" for each in built.changed()]
+        wrongs = [f"the metadata's {each} changed with {name}" for each in changed()]
         run.expect("own tensors", wrongs, "invariants", features)
         if wrongs:
             return

@@ -1,4 +1,4 @@
-"""The parameters (axes) of the metadata builders with their values and rules: modes, batches, padding, a second pass."""
+"""The parameters (axes) of the functions that build attention metadata, with their values and the rules between them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

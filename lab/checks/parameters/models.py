@@ -1,9 +1,10 @@
-"""The model of each judged function: the parameters (axes) of its call, their values and rules. A configuration is one point of
-it.
+"""For each judged function, the model of its calls: the parameters (called axes), their values, and the rules between values.
+
+A `Configuration` is one call: a value for each parameter.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
 from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs, redrawn_paged
-from lab.checks.parameters.ragged import RAGGED_FORMS, ragged_inputs, ragged_model, redrawn_ragged, replayed_cases
+from lab.checks.parameters.ragged import RAGGED_FORMS, ragged_inputs, ragged_model, redrawn_ragged
 from lab.checks.parameters.values import Chosen, DtypePair, HeadDims
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
@@ -24,40 +25,36 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 @dataclass(frozen=True)
 class CallFamily:
-    """What the judge needs of one attention function: a model of its parameters, and functions that build its calls."""
+    """The functions with which the judge builds the calls of one attention function."""
 
-    model: Callable[[Ranges], Model]  # returns the model with the values in the ranges
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
-    forms: tuple[Callable[[BuiltCall], None], ...]  # give this function's own arguments the form of a configuration
+    forms: tuple[
+        Callable[[BuiltCall], None], ...
+    ]  # change the arguments that only this function has as a configuration says
     redrawn: Callable[..., Any]  # returns the tensors of a case with other lengths and another seed, for a graph replay
-    # Yields the cases of check K9 (graph replays) of the ragged call. The other functions have random cases or configurations.
-    replayed_cases: Callable[..., Iterator[Any]] | None = None
 
 
-_cached = functools.lru_cache(maxsize=8)
 FAMILIES: Mapping[AttentionCall, CallFamily] = {
-    **{
-        each: CallFamily(_cached(functools.partial(paged_model, each)), paged_inputs, PAGED_FORMS, redrawn_paged)
-        for each in PAGED_CALLS
-    },
-    AttentionCall.RAGGED_CONTEXT: CallFamily(
-        _cached(ragged_model), ragged_inputs, RAGGED_FORMS, redrawn_ragged, replayed_cases
-    ),
-    AttentionCall.DSV4_DECODE: CallFamily(_cached(dsv4_model), dsv4_inputs, DSV4_FORMS, dsv4_inputs),
+    **dict.fromkeys(PAGED_CALLS, CallFamily(paged_inputs, PAGED_FORMS, redrawn_paged)),
+    AttentionCall.RAGGED_CONTEXT: CallFamily(ragged_inputs, RAGGED_FORMS, redrawn_ragged),
+    AttentionCall.DSV4_DECODE: CallFamily(dsv4_inputs, DSV4_FORMS, dsv4_inputs),
 }
-FIXED = {MetadataFunction.DRAFT_KV_INDICES: LISTS, **METADATA}  # models that do not depend on ranges
+_cached = functools.lru_cache(maxsize=8)
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
     {
-        **{each: family.model for each, family in FAMILIES.items()},
-        **{each: functools.partial(lambda model, _: model, model) for each, model in FIXED.items()},
+        **{each: _cached(functools.partial(paged_model, each)) for each in PAGED_CALLS},
+        AttentionCall.RAGGED_CONTEXT: _cached(ragged_model),
+        AttentionCall.DSV4_DECODE: _cached(dsv4_model),
+        MetadataFunction.DRAFT_KV_INDICES: lambda _: LISTS,
+        **{each: functools.partial(lambda model, _: model, model) for each, model in METADATA.items()},
     }
 )
 
 
 @dataclass(frozen=True)
 class Configuration(Chosen):
-    """One call, as a value for each axis (parameter) of the function's model. Its `repr`, without defaults, builds an equal
-    one. Raise ValueError if `values` names an axis that the function's model does not have.
+    """One call of a function, as a value for each axis (parameter) of the function's model. Its `repr`, which leaves out the
+    default values, makes an equal configuration. Raises ValueError if `values` names an axis that the model does not have.
     """
 
     def __post_init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Build the tensors of the paged call that a configuration describes, and change arguments that only paged calls have to its
-forms.
-"""
+"""Build the tensors and arguments of the call over a paged cache that a configuration describes."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -109,7 +107,7 @@ def lens_of(of: Chosen) -> Lens:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return the number of query rows of each request in a context or ragged call, as the axis "rows" says."""
+    """Return each request's number of query rows in a context or ragged call, by the configuration's value of "rows"."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -120,7 +118,7 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the longest requests that have rows and keys; of the last request if there are none."""
+    """Return the indexes of the longest requests that have rows and keys. If there are none, return the last index."""
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
     places: LongestRequest = of.get("longest_request", LongestRequest.LAST)
@@ -128,19 +126,21 @@ def longest_requests(of: Chosen) -> list[int]:
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths with 0 for the requests that `without`, a `Without`, names. Any other value changes nothing."""
+    """Return the lengths with 0 for the requests that the value `without` names; unchanged if it is no `Without`."""
     empty = empty_requests(without, len(lens))
     return tuple(0 if request in empty else length for request, length in enumerate(lens))
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the number of keys of each longest request in turn to `longest()` or to half of it."""
+    """Set the number of keys of the longest requests: `longest()` for the first, half of it for the second, and so in turn."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
 
 def fitted(kv_lens: Sequence[int], q_lens: Sequence[int], lengths: Any) -> tuple[int, ...]:
-    """Return numbers of keys that fit the query rows, as the value `lengths` of the axis "lengths" says."""
+    """Return each request's number of keys: as many as it has query rows, or fewer, if the value `lengths` says so; else the
+    number in `kv_lens`, but at least as many as rows.
+    """
     of_rows: dict[Any, Sequence[int]] = {
         Lengths.AS_ROWS: q_lens,
         Lengths.OF_THE_NEXT: (*q_lens[1:], q_lens[0]),
@@ -155,7 +155,7 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Return for each request one of the `edge_lengths`, or in a large batch its number in `least` plus 0 to 46."""
+    """Return a random one of the `edge_lengths` for each request; in a large batch, its number in `least` plus 0 to 46."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -193,7 +193,9 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors with other lengths, a random mask, sinks where possible, other data (`seed`) and pages (`moved`)."""
+    """Return the tensors of a case for a graph replay: with the lengths `lens`, a random mask, sinks where possible, data by a
+    seed that is larger by `seed` and, if `moved`, other pages.
+    """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
     drawn = replace(

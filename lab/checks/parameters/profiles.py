@@ -1,7 +1,6 @@
 """Profiles of serving engines: which values an engine passes for each parameter of the judged functions.
 
-`profiles.json` has the values and the lines of the engine's code that show them. Its table `shown_by` translates features of a
-call to (parameter, value); "" stands for the feature's value. A feature that it lacks is the parameter of the same name.
+`profiles.json` has the values and the lines of the engine's code that show them.
 """
 
 import functools
@@ -50,7 +49,7 @@ class Profile:
         return f"{self.name} {self.version}"
 
     def of(self, interface: Interface) -> Mapping[str, Parameter]:
-        """Return the values that the engine passes to a function, by parameter; {} if it does not call the function."""
+        """Return the parameters of a function by name, with the values that the engine passes; {} if it does not call it."""
         own = [rows for names, rows in self.functions.items() if interface.name.lower() in names.split()]
         every = self.functions[EVERY] if own else {}
         return {name: parameter for rows in (every, *own) for name, parameter in rows.items()}
@@ -61,7 +60,7 @@ class Profile:
         return bool(parameters) and all(parameters[name].has(value) for name, value in values if name in parameters)
 
     def sends(self, interface: Interface, case: Any) -> bool:
-        """Return True if the engine may make the call, or the forward pass, that a case describes."""
+        """Return True if the engine may make the call, or the calls of the forward pass, that a case describes."""
         if isinstance(case, Configuration):
             return self.passes(interface, case.values.items())
         found = features_of_case(case)
@@ -69,7 +68,7 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine sends the case of a verdict and, if results are wrong, one of the wrong calls."""
+        """Return True if the engine may make the call of a verdict's case and, if results are wrong, one of the wrong calls."""
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
         # A check also makes variations of the case's call, which the engine may never make.
@@ -91,6 +90,7 @@ def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any
         yield "dtypes", f"{query}/{features.get('kv_dtype', query)}"
     for name, value in features.items():
         if name not in OF_LENGTHS or (is_call and not (name == "fewer_keys" and features.get("no_keys"))):
+            # A feature that the table lacks is the parameter of the same name. An empty text stands for the feature's value.
             parameter, shown = _table()["shown_by"].get(name, (name, ""))
             yield parameter, shown or value
 

@@ -1,4 +1,4 @@
-"""The ragged context call (MLA without absorption, over contiguous K/V): its parameters, rules, tensors and arguments."""
+"""The ragged context call, which is MLA without absorption over contiguous K and V: its parameters, rules and tensors."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -242,7 +242,9 @@ RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host
 
 
 def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:
-    """Yield `count` short cases for graph replays, and one case for each number of keys in `longest`."""
+    """Yield cases for graph replays: `count` cases of short requests, and for each number in `longest` one with a request of
+    this many keys.
+    """
     dtypes = [dtype for dtype, _ in ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
     for number in range(count):
@@ -255,7 +257,9 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors with the lengths `lens`, with sinks and LSE, and with other data for each (`seed`, `moved`)."""
+    """Return the tensors of a case for a graph replay: with the lengths `lens`, sinks, a returned LSE, and data that differ for
+    each pair of `seed` and `moved`.
+    """
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
     sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0

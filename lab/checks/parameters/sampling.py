@@ -1,4 +1,4 @@
-"""Draw random points of a model, and shrink a point whose case has a wrong result."""
+"""Draw random configurations of a model (a value for each axis), and make one simpler while its case stays wrong."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ SEEDS = 2**30
 
 @dataclass(frozen=True)
 class DrawnPoint:
-    """A random point of a model (a value for each axis), with a seed, and the function that makes a case from both."""
+    """A random point of a model: a value for each axis, a seed, and the function that makes a case of them."""
 
     model: Model
     point: Mapping[str, Any]
@@ -26,7 +26,7 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield points that are simpler in one axis: with its default value, then with smaller numbers, the smallest first."""
+        """Yield points that differ in `axis` alone: first with its default, then with smaller numbers, the smallest first."""
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -42,7 +42,7 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield random points without end. At least `fewest` axes have random values, the rest their default; None: all axes."""
+    """Yield random points without end. At least `fewest` axes (None: all) have random values, the remaining ones defaults."""
     rng, names = random.Random(seed), list(model.axes)
     while True:
         point: Point = {}
@@ -55,7 +55,7 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point whose case is still wrong: with defaults, smaller numbers and seed 0 where possible."""
+    """Return a simpler point for whose case `stays_wrong` is true: with defaults, smaller numbers and seed 0 where possible."""
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

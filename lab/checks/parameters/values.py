@@ -1,4 +1,6 @@
-"""The parameter values of calls that are not numbers, as enums. A member equals a text, which the `repr` of a case contains."""
+"""Enums of the values that arguments of a judged call may have, other than numbers. Each member equals a text, such as "none",
+which the `repr` of a case contains.
+"""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +17,7 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Chosen:
-    """A value for each axis (parameter) of a function's model, and the seed of the data. Base class of `Configuration`."""
+    """One call of a function: a value for each parameter (axis), and the seed of the data. Base class of `Configuration`."""
 
     interface: Interface
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # by axis; default values may be left out
@@ -57,7 +59,7 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """How many keys the requests have. LONGER (than the query rows), AS_ROWS and OF_THE_NEXT are only for ragged calls."""
+    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT are only for ragged calls."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
@@ -67,8 +69,13 @@ class Lengths(TextEnum):
     FEWER = "fewer than rows"
 
 
-class Without(TextEnum):
-    """Which requests of a batch are empty: without query rows (on the axis "offsets") or without keys (on "lengths")."""
+class _Requests(TextEnum):
+    def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
+        self.requests = requests  # from the number of requests in a batch to the indexes of some
+
+
+class Without(_Requests):
+    """Which requests of a batch have no query rows, as the value of the axis "offsets", or no keys, as that of "lengths"."""
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
@@ -77,41 +84,35 @@ class Without(TextEnum):
     ALL_BUT_ONE = "none but the first", lambda count: range(1, count)
     ALL = "none at all", range
 
-    def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
-        self.requests = requests  # from the number of requests to the indexes of some
 
-
-class LongestRequest(TextEnum):
+class LongestRequest(_Requests):
     LAST = "last", lambda count: (count - 1,)
     FIRST = "first", lambda count: (0,)
     MIDDLE = "in the middle", lambda count: (count // 2,)
     TWO = "first and last", lambda count: (0, count - 1)
     ALL_BUT_ONE = "all but the first", lambda count: range(1, count)
 
-    def __init__(self, _: str, requests: Callable[[int], Collection[int]]) -> None:
-        self.requests = requests  # from the number of requests to the indexes of some
-
 
 @functools.cache
 def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the requests that `without` makes empty; none if it is no `Without`."""
+    """Return the indexes of the requests that have no rows, or no keys, by the value `without`; none if it is no `Without`."""
     return frozenset(without.requests(requests) if isinstance(without, Without) else ())
 
 
 @functools.cache
 def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
-    """Return True if no longest request (`place`) is among the empty ones (`without`), or if all requests are empty."""
+    """Return True if all longest requests have rows and keys by the value `without`, or if no request of the batch has."""
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 class Offsets(TextEnum):
-    """Whether row offsets (`cum_seq_lens_q`) are passed, which numbers of rows they give, and which padding rows follow."""
+    """Whether `cum_seq_lens_q`, the row offsets of the requests, is passed, and with which numbers of rows."""
 
     PLAIN = "plain"
     NONE = "none"  # no offsets: all requests have the same number of rows
     EQUAL = "equal"  # offsets of equal numbers of rows
     UNEQUAL = "unequal"
-    PADDED = "padding after"
+    PADDED = "padding after"  # padding rows follow the last request
     PADDED_WITH_NAN = "padding of NaN"
 
 
@@ -169,7 +170,7 @@ class LogitScale(TextEnum):
 
     @property
     def query_factor(self) -> float:
-        """Return the query's factor: 1 except with SMALL, where q·k exceeds float16's 65,504 and the scaled logit does not."""
+        # With SMALL, q·k exceeds float16's largest number, 65,504, and the scaled logit does not.
         return 1.0 / self.factor if self is LogitScale.SMALL else 1.0
 
 
@@ -224,7 +225,7 @@ class Lse(TextEnum):
 
 
 class SeqLens(TextEnum):
-    """How lengths are passed: with which dtype, or as a view of a larger tensor of wrong lengths (AMID_OTHERS)."""
+    """How `seq_lens` is passed: with which dtype, or AMID_OTHERS, as a view of a larger tensor of wrong lengths."""
 
     INT32 = "int32"
     UINT32 = "uint32"
@@ -239,7 +240,7 @@ class KeyOffsets(TextEnum):
 
 
 class Bound(TextEnum):
-    """Which upper bound of lengths is passed as a host number, such as `max_kv_len`."""
+    """Which upper bound of the requests' lengths is passed as a number on the host, such as `max_kv_len`."""
 
     OF_THE_TABLE = "of the table"  # the tokens in a row of the page table
     EXACT = "exact"  # the longest length
@@ -250,7 +251,7 @@ class Bound(TextEnum):
 
 
 class Tables(TextEnum):
-    """How `block_tables` are passed: with which gaps, alignment, width, and entries after a request's last page."""
+    """The memory layout and width of `block_tables`, and its entries after a request's last page."""
 
     PLAIN = "plain"
     ROWS_APART = "rows apart"
@@ -271,7 +272,7 @@ class Pages(TextEnum):
 
 
 class Cache(TextEnum):
-    """How K and V are stored in memory and passed as `kv_cache`: gaps between parts, alignment, number of axes and tensors."""
+    """The memory layout of `kv_cache`: gaps, alignment, number of axes, and whether K and V are one tensor."""
 
     PLAIN = "plain"
     PAGES_APART = "pages apart"
@@ -311,7 +312,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How a forward pass's batch is padded: with padding requests (slots) of length 0 or 1, or only with query rows."""
+    """How the batch of a forward pass is padded: with padding requests (slots) of length 0 or 1, or only with query rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0

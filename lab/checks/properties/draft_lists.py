@@ -11,7 +11,7 @@ import torch
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.call_features import CallFeatures, features_of_case
-from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
+from lab.checks.parameters.lists import NARROW, lens_of
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
@@ -53,14 +53,15 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
 
 
 def draft_lists_case(of: Configuration) -> DraftListsCase:
+    given = {name: value for name, value in of.values.items() if name in DraftListsCase.__dataclass_fields__}
+    given |= {"dtypes": {name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES}}
     return DraftListsCase(
         lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
         repeated=of["rows"] == "one for all",
-        dtypes={name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES},
         seed=of.seed,
         entries_are_pages=of["entries"] == "pages",
-        **{name: of[name] for name in FIELDS},
+        **given,
     )
 
 

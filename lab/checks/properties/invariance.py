@@ -18,7 +18,7 @@ from lab.calls.allowed import CHOICES
 from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
-from lab.checks.parameters.models import FAMILIES
+from lab.checks.parameters.models import MODELS
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k06_workspace import filled, scratch_of
 from lab.checks.properties.k07_batch import another_query, batch_sizes, positions
@@ -134,15 +134,13 @@ def _graphs(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
     values = {name: CHOICES[name] for name in CALL_TYPES[inputs.interface].__dataclass_fields__ if name in CHOICES}
     if "backend" not in inputs.arguments():  # an NVFP4 cache is stored as one backend reads it
-        values["backend"] = tuple(FAMILIES[inputs.interface].model(run.ranges).axes["backend"])
+        values["backend"] = tuple(MODELS[inputs.interface](run.ranges).axes["backend"])
     for name, (_, *others) in values.items():
         yield from (Variant(f"{name}={value!r}", inputs, {name: value}) for value in others)
 
 
 # Functions with attention cases or ragged cases.
-_EVERY: tuple[Interface, ...] = tuple(
-    call for call, family in FAMILIES.items() if call in PAGED_CALLS or family.replayed_cases is not None
-)
+_EVERY: tuple[Interface, ...] = (*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT)
 _DECODES: tuple[Interface, ...] = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 _ROWS_PER_CALL = (
     "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the chunks of "

@@ -18,6 +18,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
 from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
 from lab.checks.parameters.paged_calls import Lens, lens_of
+from lab.checks.parameters.ragged import replayed_cases
 from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
@@ -46,8 +47,8 @@ Make = Callable[..., CallInputs]  # make(lens, seed, moved) returns tensors; `mo
 
 def _cases(scope: Scope) -> Iterator[Any]:
     longest = LONG[: scope.counted(1, 2)]
-    if (cases_of := FAMILIES[AttentionCall(scope.interface)].replayed_cases) is not None:
-        yield from cases_of(scope.ranges, scope.counted(2, 8), longest)
+    if scope.interface is AttentionCall.RAGGED_CONTEXT:
+        yield from replayed_cases(scope.ranges, scope.counted(2, 8), longest)
         return
     if scope.interface not in PAGED_CALLS:
         yield from _of_two_pools(scope)

@@ -1,1 +1,1 @@
-"""Run the judge: judge cases in worker processes, repeat calls that a kernel refuses, and mark known failures."""
+"""The judge's run: worker processes that judge cases, equivalent calls for refused ones, the audit, and known failures."""

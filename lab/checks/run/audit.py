@@ -1,7 +1,8 @@
-"""Audit a run of the judge: judge some right cases again, most with new data, and judge their outputs in another process.
+"""Audit a run of the judge: make the calls of some right cases again, and judge the outputs in a process without the kernel.
 
-A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, that process
-only sends the output. It cannot recognise an audited case, because it sends the first output of every case of these checks.
+A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the kernel's
+process only sends its output. It cannot recognise an audited case, because it sends the first output of every case of the
+audited checks.
 """
 
 import random
@@ -31,9 +32,8 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Return random RIGHT verdicts of each function: up to `AUDITED` on cases of other types than `Configuration`, each
-    with a new secret seed for its data, then up to `AUDITED` on configurations. These keep their seeds, which determine
-    lengths too.
+    """Return a list of random RIGHT verdicts for each function. In each list, up to `AUDITED` verdicts are on configurations,
+    and as many on cases of other types, whose seed is replaced by a secret one.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}
@@ -41,6 +41,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
         is_configuration = isinstance(verdict.case, Configuration)
         has_output = not is_configuration or verdict.interface in FAMILIES
         if verdict.check in AUDITED_CHECKS and verdict.outcome is Outcome.RIGHT and has_output:
+            # A configuration keeps its seed, which also determines lengths.
             groups.setdefault(verdict.interface, ([], []))[is_configuration].append(verdict)
     found = []
     for others, configurations in groups.values():
@@ -56,8 +57,8 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Yield new verdicts on some right cases: at least one of each function, further ones until `is_over()`. If the lab
-    could judge none of the cases of a function, its last verdict is FAILED, because nothing confirms the right cases.
+    """Judge some right cases again, and yield the new verdicts: one for each function, and more until `is_over()` is true. If
+    the lab could judge none of a function's audited cases, the function's last verdict is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = False
@@ -72,9 +73,7 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case again in a worker. If it is right again, return how a process without the kernel's code judges its
-    output.
-    """
+    """Judge a case again in a worker. If it is right, return the judgement on its output of a process without the kernel."""
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
         return dishonest(replace(judged, judged=0), REFUSED_NOW)
@@ -84,8 +83,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Ranges = USUAL_RANGES) -> Judged:
-    """Compare the output that a worker saved with the expected output of the case's first call. The outcome is DECLINED
-    where a worker saves no output (no rows, or more than `MOST_SAVED_ELEMENTS`) and where the memory does not suffice.
+    """Compare the output that a worker sent with the expected output of the case's first call. The outcome is DECLINED if a
+    worker sends no output of such a case (no rows, or more than `MOST_SAVED_ELEMENTS`), or if the memory does not suffice.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

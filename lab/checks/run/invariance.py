@@ -1,5 +1,5 @@
-"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size. Each factor is a check of
-`lab.checks.properties.invariance`, which compares the outputs of variants of a call.
+"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size. For each factor, a check compares
+the outputs of calls that differ only in the factor.
 """
 
 import functools
@@ -18,7 +18,7 @@ from lab.ranges import text_of
 
 
 class Answer(NamedEnum):
-    """How the bits of an output depend on a factor, such as the batch size. The worst answer is first."""
+    """Whether the bits of an output depend on a factor, such as the batch size. The worst answer is first."""
 
     WRONG = "wrong"  # a result exceeds its bound, or a call failed
     WITHIN = "within the bound"  # the bits differ, and every result is within its bound
@@ -37,7 +37,7 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """How the bits of one function's outputs, for one pair of query and key dtypes, depend on one factor."""
+    """Whether the bits of one function's outputs, with one pair of query and key dtypes, depend on one factor."""
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
 
@@ -56,11 +56,11 @@ class Dependence(CheckSummary):
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference from the case's first call, in units in the last place; 0 if all bits are equal."""
+        """Return the largest difference between outputs that should be equal, in units in the last place; 0 if none differs."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:
-        """Return the verdict with this answer whose case has the fewest keys; None if no case has this answer."""
+        """Return the verdict with this answer on the case with the fewest keys; None if no verdict has this answer."""
         found = (verdict for verdict in self.verdicts if Answer.of(verdict) is answer)
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
@@ -78,10 +78,10 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """A report on factors, such as the batch size, and the keys of those that are required to change no bit."""
+    """The report of a run that tried factors, such as the batch size, and the factors that are required to change no bit."""
 
     report: Report
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # keys of factors
 
     @functools.cached_property
     def dependences(self) -> tuple[Dependence, ...]:
@@ -93,7 +93,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the dependences on required factors that are not SAME, of functions with a judged call."""
+        """Return, for functions and dtypes with a judged call, each required factor whose answer is not SAME."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)
@@ -120,8 +120,7 @@ class Invariance:
 def invariance(
     implementation: Any, *, factors: Sequence[str] = (), require: Sequence[str] = (), **settings: Any
 ) -> Invariance:
-    """Find out on which factors, such as the batch size or the workspace, the bits of an implementation's outputs
-    depend.
+    """Find out on which factors, such as the batch size or the workspace, the bits of an implementation's outputs depend.
 
     Args:
         implementation: a module or object with attention functions, or its name.

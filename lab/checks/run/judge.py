@@ -1,4 +1,4 @@
-"""Judge an implementation: run every check (one test of the judge) on every function that the implementation has."""
+"""Judge an implementation of attention functions: run checks on its functions, and report the verdict on each case."""
 
 import hashlib
 import math
@@ -151,7 +151,7 @@ def judge_recorded(
     time_limit_s: float = TIME_LIMIT_S,
     refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
 ) -> CaseVerdict:
-    """Judge one case of a report again. The verdict on a known failure is WRONG, because they are not looked up.
+    """Judge one case of a report again. Known failures are not looked up, so that their cases are WRONG and not KNOWN.
 
     Args:
         path: path of the report.
@@ -183,7 +183,7 @@ def _refusals(given: Sequence[type[BaseException]] | Refusals | str | None, kern
 
 
 def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
-    """Return the refusals of the report at `path`. A report must not decide which modules are imported."""
+    # A report must not decide which modules are imported.
     names = list(map(str, read_record(path).get("refusals") or ()))
     own = kernel.partition(":")[0]
     package = module_of(Path(own))[0] if own.endswith(".py") else own.partition(".")[0]

@@ -39,7 +39,7 @@ Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
-    """The newest verdict of a run, the numbers of judged and planned cases, and an estimate of the time that is left."""
+    """The progress of a run after a case was judged: the verdict, the counts of cases, and the estimated time to the end."""
 
     verdict: CaseVerdict  # the newest verdict
     done: int  # number of judged cases, without those that only shrink a wrong random case
@@ -50,7 +50,7 @@ class Progress(NamedTuple):
 
 @dataclass
 class Run:
-    """One run of the judge: it judges cases by several checks on several functions, and reports their verdicts."""
+    """One run of the judge: judges cases of several checks for several functions, and collects the verdicts."""
 
     pool: Workers
     report: Report  # the settings of the run, without verdicts
@@ -82,8 +82,8 @@ class Run:
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report. If `discovers`, functions that decline most cases are
-        judged again with the values that they accept. At the end, random cases are judged until `random_until` of
+        """Judge functions by the run's checks, and return the report. If `discovers`, a function that declines most cases is
+        judged again with the parameter values that it accepts. Then random cases are judged until the time `random_until` of
         `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
@@ -175,7 +175,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with `sent_by` set: the engines that make its call. Remember whether it stops the run."""
+        """Return the verdict with the names of the engines that send its case, after noting whether it must end the run."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
@@ -183,7 +183,7 @@ class Run:
 
 
 class CheckRun:
-    """One check on one function in a run. It plans the cases and collects their verdicts."""
+    """One check of one function in a run of the judge: plans the check's cases, and collects their verdicts."""
 
     def __init__(self, run: Run, check: Check, interface: Interface, turn: int) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
@@ -199,7 +199,7 @@ class CheckRun:
         return self._run.report.level is Level.QUICK and bool(self._check.more)
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Plan the check's cases within `ranges`, and return a generator that judges them."""
+        """Plan the check's cases with parameter values from `ranges`, and return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
         rounds = [*self._check.more.get(level, ()), *([self._of_smoke] if self.is_telling else [])]
@@ -213,7 +213,7 @@ class CheckRun:
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     def rest(self) -> Waits:
-        """At the quick level, judge those cases of the smoke level that were not planned yet; else do nothing."""
+        """Judge the cases of the smoke level that are not planned yet, if the run's level is QUICK; else do nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
@@ -255,7 +255,7 @@ class CheckRun:
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
-        """Judge further random cases until `end`, a time of `time.monotonic`, or until `MOST_WRONG` cases are wrong."""
+        """Judge random cases until the time `end` of `time.monotonic`, or until `MOST_WRONG` different cases were wrong."""
         samples = self._shard.part(self._check.draw_on(self._scope, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
@@ -266,7 +266,7 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in groups. `keep` gets each verdict, and False if it was read from an earlier report."""
+        # `keep` gets each verdict, and False if it was read from an earlier report.
         first = self._run.pool.workers
         ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
         for at, end in itertools.pairwise(ends):
@@ -283,7 +283,7 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. Of the wrong ones, add at most `most_wrong` after shrinking; `wrong` has their reprs."""
+        # Of the wrong cases, at most `most_wrong` are shrunk and kept; `wrong` collects their reprs.
         sample_of = {repr(sample.case): sample for sample in samples}
 
         def keep(verdict: CaseVerdict, is_new: bool) -> None:
@@ -321,9 +321,8 @@ class CheckRun:
             raise
 
     def _begun(self, case: Any, drawn: bool, end: float = math.inf) -> tuple[Pending | None, Callable[[], CaseVerdict]]:
-        """Submit a case, and return its `Pending` and a function that waits for the verdict; None and the earlier report's
-        verdict if this is right or declined.
-        """
+        # Submit a case, and return its `Pending` and a function that waits for the verdict. If an earlier report has a right or
+        # declined verdict on the case, return None and a function that returns this verdict.
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
@@ -340,8 +339,8 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check. Stop
-    when `goes_on` returns False, or `end` has passed; then return the number of cases that still run.
+    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check. Stop if
+    `goes_on` returns False, or at the time `end` of `time.monotonic`. Return the number of cases that still run then.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

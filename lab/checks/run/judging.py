@@ -1,4 +1,4 @@
-"""Judge one case in this process, and find out whether the kernel changed functions or settings of the judge."""
+"""Judge one case in this process, and find out whether the kernel changed the judge's functions or settings meanwhile."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ MOST_BY_TRUNCATION = 16.0
 
 
 class Task(NamedTuple):
-    """A case to be judged, with what a worker process needs to judge it."""
+    """One case to be judged, and the settings with which a worker process judges it."""
 
     check: str  # key of the check
     case: Any
@@ -76,20 +76,22 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the judge's functions and settings as they were at the first call of `noted`, before a kernel ran."""
+    """Record the judge's functions and settings at the first call, before a kernel runs. Return this record in each call."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
 def note_current() -> None:
-    """Make `noted` return the present functions and settings, as changes between two runs are not a kernel's."""
+    """Replace the record of `noted` if functions or settings have changed: changes between two runs are not a kernel's."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
 
 
 def judge_task(implementation: Any, task: Task) -> Judged:
-    """Judge one case in this process. Raise TooLate if the task's end time has passed."""
+    """Judge a case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge. Raises
+    TooLate if the task's end time has passed.
+    """
     if time.monotonic() > task.end:
         raise TooLate
     check, device, folder = _check(task.check), torch.device(task.device), os.getcwd()
@@ -122,8 +124,8 @@ def run_case(
     ranges: Ranges,
     refusals: tuple[type[BaseException], ...] | None = None,
 ) -> Judged:
-    """Judge one case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check
-    raised an error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.
+    """Judge a case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised an
+    error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     by_lab, bf16 = False, Bf16()
@@ -167,14 +169,13 @@ def failure_of_the_lab(sentence: str) -> str:
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Return True if an error says that memory is exhausted. On a CPU, torch raises a RuntimeError in this case."""
+    # On a CPU, torch raises a RuntimeError.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:
-    """Return True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. Such a difference
-    can make the numbers of bf16 calls wrong, but not their shapes.
-    """
+    # True if a case may be wrong only because Triton's interpreter computes bf16 unlike a GPU. Such a difference can make the
+    # numbers of bf16 calls wrong, but not their shapes.
     wrong = [result for result in run.results if result.wrong and result.held != "return"]
     if run.is_misshapen or not all("bf16" in map(result.features.get, OF_DTYPES) for result in wrong):
         return False
@@ -201,7 +202,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def named_implementation(implementation: Any) -> tuple[str, Any]:
-    """Return (name, implementation). If `implementation` is a name, import it."""
+    """Return (name, implementation) of an implementation, which is imported if `implementation` is its name."""
     note_current()  # before a module is imported that may change the judge's functions
     if isinstance(implementation, str):
         return implementation, load(implementation)
@@ -209,8 +210,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names, in the order of keys, followed by the `Check` objects in it; all for an empty
-    one.
+    """Return the checks whose keys or names are in `only`, in the order of keys, then the `Check` objects in it. Return all
+    checks if `only` is empty.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

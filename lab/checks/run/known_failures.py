@@ -1,7 +1,6 @@
 """Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
 
-The outcome of a wrong case becomes KNOWN if known failures explain every sentence about its errors. An entry names the
-kernel, the GPU, the releases if they matter, the checks, predicates of the case, and a pattern of these sentences.
+The outcome of a wrong case becomes KNOWN, instead of WRONG, if known failures explain every sentence about its errors.
 """
 
 import re
@@ -29,7 +28,7 @@ Predicate = Callable[[Any, str], bool]
 
 
 class FailingKernel(NamedTuple):
-    """A kernel with a known failure: its implementations, and the GPU and the releases in which it fails."""
+    """A kernel that is known to fail: the implementations that run it, and the GPU and releases in which it fails."""
 
     implementations: tuple[str, ...]  #: names of implementations that run the kernel
     #: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU
@@ -38,8 +37,11 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if no package is named, or if `release_of(package)` without a suffix like "+cu130" is listed."""
+        """Return True if a failing release of the package is installed, or if the failure depends on no release. `release_of`
+        returns the installed release of a package.
+        """
         release = release_of(self.package) if self.package else ""
+        # Without a suffix such as "+cu130".
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
 
@@ -66,10 +68,14 @@ def known(
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return the verdict, changed to KNOWN if it is WRONG and known failures explain all its error sentences.
+    """Return the verdict with the outcome KNOWN if it is WRONG and known failures explain all sentences about its errors.
+    Otherwise, return the verdict unchanged.
 
-    `capability` is the (major, minor) of the GPU on which the case was judged; None: a CPU. `release_of` returns the
-    installed release of a package, or None.
+    Args:
+        verdict: the verdict on a case.
+        findings: the known failures, by page and heading.
+        capability: (major, minor) of the GPU on which the case was judged; None for a CPU.
+        release_of: returns the installed release of a package, or None.
     """
     # All entries are about functions with a paged cache.
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS:
@@ -93,13 +99,12 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the requests in words such as "of requests [0, 3]" of an error sentence."""
+    # From words such as "of requests [0, 3]".
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
 def case_of(case: Any) -> Any:
-    """Return the attention case of a `Configuration`, and any other case unchanged."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
@@ -112,9 +117,8 @@ def some_request(is_so: Callable[[Any, int], bool]) -> Predicate:
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Predicate:
-    """Return a `Predicate` that is true if `is_so(case, request)` is true for each request listed in the sentence.
-
-    If the sentence lists none, it is false; with `some_if_unnamed`, it is true if `is_so` is true for some request.
+    """Return a predicate that is true if `is_so(case, request)` is true for each request that the error sentence lists. For a
+    sentence without requests it is false or, with `some_if_unnamed`, true if `is_so` is true for some request of the case.
     """
 
     def holds(case: Any, sentence: str) -> bool:
@@ -154,7 +158,7 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if a wrong decode call has several query rows per request, by the case or by the sentence of check K11."""
+    # Of a wrong decode call. Check K11 makes calls with other numbers of rows than its case, and names them in its sentences.
     mode = getattr(case, "mode", None)
     if mode is not None:  # a forward pass or a graph replay
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
@@ -169,7 +173,7 @@ def window_over_several_rows(case: Any, sentence: str) -> bool:
 
 
 def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """Return True if a wrong decode call has several rows per request, an e4m3 cache and a non-causal draft mask."""
+    # A decode call with several rows per request, an e4m3 cache and a draft mask that is not causal.
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
@@ -179,7 +183,7 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Return True if the mask hides each row's own key, and the wrong requests have no keys before the draft."""
+    # The mask hides each row's own key, and the wrong requests have no keys before the draft.
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
@@ -192,7 +196,7 @@ def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) ->
 
 
 def offsets_count_pages(case: Any, sentence: str) -> bool:
-    """Return True if `cum_seq_lens_kv` counts pages, as in vLLM's passes, and wrong requests have more keys than pages."""
+    # `cum_seq_lens_kv` counts pages, as in vLLM's passes, and the wrong requests have more keys than pages.
     if isinstance(case, Configuration):
         counts_pages = case.get("key_offsets") == KeyOffsets.PAGES
     else:
@@ -203,9 +207,7 @@ def offsets_count_pages(case: Any, sentence: str) -> bool:
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """Return True if the cache is e4m3, and the logits or weights of the call are so large or small that rounding them to
-    e4m3 without a scale gives a wrong result: TALL has logits that grow to hundreds, SHADED has keys with weights of e**-9.
-    """
+    # Rounding to e4m3 without a scale shows in large logits (hundreds with TALL) and small weights (e**-9 with SHADED).
     call = case_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
     return call.kv_dtype == E4M3 and (call.contents in (Contents.TALL, Contents.SHADED) or bool(large))

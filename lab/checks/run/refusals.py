@@ -1,4 +1,4 @@
-"""The exceptions that count as refusals of a call, by names that only a process with the kernel imports."""
+"""The exceptions that count as refusals of a call. Only a process that loads the kernel imports them, by their names."""
 
 import builtins
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from lab.loading import LoadError, is_same_module, load, name_of
 
 @dataclass(frozen=True)
 class Refusals:
-    """The exceptions that count as refusals of a call. One of their modules may be the kernel's, so that only processes that
-    load the kernel may call `resolve`.
+    """The exceptions that count as refusals of a call, by their names. An exception may be in the kernel's module, so that only
+    a process that loads the kernel may call `resolve`, which imports them.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
@@ -20,12 +20,12 @@ class Refusals:
 
     @classmethod
     def of(cls, names: str, kernel: str = "") -> "Refusals":
-        """Return the exceptions in a comma-separated list, such as "ValueError,my/kernel.py:Unsupported".
+        """Return the exceptions that a comma-separated list names, such as "ValueError,my/kernel.py:Unsupported".
 
         Args:
-            names: each name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
-                file ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
-            kernel: name of the kernel, or "". Its module is imported by this name only, so that it is loaded once.
+            names: the list. A name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
+                of a file ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
+            kernel: name of the kernel, or "". Other names of the kernel's module are replaced, so that it is loaded once.
         """
         own, found = kernel.partition(":")[0], dict[str, str]()
         for name in filter(None, map(str.strip, names.split(","))):
@@ -49,7 +49,7 @@ class Refusals:
         )  # a class may be in a file outside any package: a worker imports it again
 
     def resolve(self) -> tuple[type[BaseException], ...]:
-        """Return the exception classes, which are imported. Raise ValueError if a name is no exception."""
+        """Import the exceptions and return their classes. Raises ValueError if a name is no exception."""
         return self.classes or tuple(map(_exception, self.names, self.given))
 
 

@@ -1,4 +1,4 @@
-"""Compute a digest of the sources on which verdicts depend, and read the verdicts of an earlier run with equal sources."""
+"""Compute a digest of the sources on which verdicts depend, and reuse the verdicts of an earlier run with the same digest."""
 
 import ast
 import functools
@@ -35,18 +35,19 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation has, and a digest of its sources and the lab's; "" for no `name`."""
+    """Return the judged functions that an implementation has, and a digest of its sources and the lab's. The digest is "" if
+    `name`, the name of the implementation, is empty.
+    """
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
 def _digest(name: str) -> str:
-    """Return a digest of the sources of the lab and of the implementation `name`, and of the environment variables that
-    these sources or libraries read. A file counts by its content and its path relative to a folder of `sys.path`.
-
-    The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
-    and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
-    folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
-    """
+    # A digest of the sources of the lab and of the implementation `name`, and of the environment variables that these sources
+    # or libraries read. A file counts by its content and its path relative to a folder of `sys.path`.
+    #
+    # The sources of the implementation are: loaded modules that are not installed, files that these modules may import later,
+    # and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
+    # folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
     places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -84,7 +85,7 @@ def _words(source: bytes) -> frozenset[str]:
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return further files, not in `paths` and `without`, that the Python files `paths` import, directly or indirectly."""
+    """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     names_in = functools.cache(_names_in)  # of this digest alone: files change between two
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -141,7 +142,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in the report at `path`; none unless its run had this digest."""
+    """Return the verdicts in the report at `path`, by key; none if there is no report, or the digest of its run differs."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

@@ -1,5 +1,6 @@
-"""The support protocol: which errors of an implementation are refusals of a call, and which are failures. A refused call is
-repeated with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless.
+"""The support protocol: which errors of an implementation are refusals of a call, and which are failures.
+
+A refused call is repeated with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless.
 """
 
 import dis
@@ -46,8 +47,8 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or does not have a parameter of the call. `late`: it had written to its output or,
-    by a torch operation, to another argument than the workspace before.
+    """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if it refused after it
+    had written to its output or, by a torch operation, to another argument than the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -64,7 +65,9 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError with the message of an error that the implementation raised; of a CUDA error, the first line."""
+    """Return a KernelError whose message names an error that the implementation raised. Of a CUDA error, it has only the first
+    line.
+    """
     message = message_of(error)
     sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
@@ -129,12 +132,12 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_capturing() -> bool:
-    """Return True if a CUDA graph is being captured. During a capture the host must not wait for the GPU."""
+    """Return True if a CUDA graph is being captured, while which the host must not wait for the GPU."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return torch's version counters of the arguments: a torch operation that writes increases them, a kernel does not."""
+    # torch's version counters: an operation of torch that writes to a tensor increases its counter, a kernel does not.
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
     return [part._version for part in tensors if isinstance(part, Tensor) and not part.is_inference()]
@@ -158,11 +161,11 @@ def _is_refusal(
 
 
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
-    """Return True if a `raise` or `assert` of the implementation, or of a package that it calls directly, raised an error.
-
-    If Python itself raised it ("too many values to unpack"), or a framework, Python's library or a package further down, it
-    is no decision to refuse the call. `packages` has the package of each frame of the traceback.
+    """Return True if a `raise` or `assert` statement of the implementation, or of a package that it calls directly, raised an
+    error. `packages` has the package of each frame of the error's traceback.
     """
+    # An error of Python itself ("too many values to unpack"), of a framework, of Python's library or of a package further down
+    # is no decision to refuse the call.
     if not packages:  # a compiled function
         return True
     last: Any = error.__traceback__
@@ -177,7 +180,7 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def _package_of(frame: FrameType) -> str:
-    """Return the package of a frame's code: `LIBRARY` for Python's own library, "" for code that is not installed."""
+    # `LIBRARY` for Python's own library, "" for code that is not installed.
     package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
@@ -185,7 +188,9 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return a name of the error's class for --refusals; "" if it is not the package's or module's of `function`."""
+    """Return the name by which `--refusals` finds the class of an error; "" if the class is not in the module or package of
+    `function`.
+    """
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -193,9 +198,8 @@ def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError says that the function has no parameter for an argument or, if its signature is unknown or
-    has `**keywords`, that a required argument is missing.
-    """
+    # True if a TypeError says that the function has no parameter for an argument or, if its signature is unknown or has
+    # `**keywords`, that a required argument is missing.
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)
@@ -263,7 +267,7 @@ def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
 
 
 class KernelCalls:
-    """Makes the calls of an implementation in one case. Makes a refused call again in equivalent forms."""
+    """Makes the calls to an implementation in one case, and repeats a refused call with equivalent arguments."""
 
     def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
         self.implementation, self.note, self.refusals = implementation, note, refusals
@@ -279,8 +283,8 @@ class KernelCalls:
         return function
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
-        """Make a call, in equivalent forms if it is refused. If `prefix` is "prepare_" or "plan_", return a callable that
-        makes it. If `of_engine`, pass no arguments that equal FlashInfer's defaults.
+        """Make a call, with equivalent arguments if it is refused, and return what the function returned. If `prefix` is
+        "prepare_" or "plan_", return a callable that makes the call. If `of_engine`, pass no arguments that are defaults.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
         once = functools.partial(self.once, function)
@@ -296,7 +300,7 @@ class KernelCalls:
         return self.invoke(interface, once, arguments, by_engine=of_engine)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        """Call `function` with just these arguments. Raise Unsupported if it refuses them, KernelError if it fails."""
+        """Call `function` once with these arguments. Raises Unsupported if it refuses them, and KernelError if it fails."""
         self.count += 1
         try:
             return invoke(function, args, arguments, self.refusals)
@@ -308,11 +312,11 @@ class KernelCalls:
     def invoke(
         self, interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
     ) -> Any:
-        """Make a call. If it raises Unsupported, make it in equivalent forms, until one is accepted.
+        """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
-        In a call of an engine's pass, a form may leave out `out`; the result is copied into `out`. If all forms are
-        refused, the message is that of the call without the arguments that a kernel may leave out. A refusal after a write,
-        or during the capture of a CUDA graph, is raised at once.
+        If all calls are refused, raise the refusal of the call without the arguments on which no result depends. A refusal
+        after a write, or during the capture of a CUDA graph, is raised at once. In a call of an engine's forward pass
+        (`by_engine`), `out` may be left out, and the result is copied into it.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():

@@ -1,7 +1,7 @@
-"""Unpickle safely what a worker sends to the main process.
+"""Unpickle safely what a worker process sends to the main process.
 
-Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain
-values and the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`.
+Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain values
+and objects of the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`.
 """
 
 import builtins
@@ -31,7 +31,7 @@ _SENT = (
 
 
 class Foreign(Exception):  # noqa: N818 - it stands for any object
-    """What replaces an unpickled object of a class that is not permitted. As an exception, it can be raised."""
+    """Replaces an unpickled object whose class is not permitted. It is an exception because it may replace an exception."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__("its worker sent the judge an object that is part of no verdict")
@@ -65,9 +65,8 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
         return _permitted().get((module, name), Foreign)
 
     def build(self) -> None:
-        """Set attributes of an unpickled object (the pickle opcode BUILD), if it is an instance of a dataclass or an
-        exception: a changed class or enum member would change the judge in this process.
-        """
+        # Set the attributes of an unpickled object (the pickle opcode BUILD) if it is an instance of a dataclass or an
+        # exception: a changed class or enum member would change the judge in this process.
         instance = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(instance, type) or not (is_dataclass(instance) or isinstance(instance, Exception)):
             raise pickle.UnpicklingError(f"it sets attributes of {instance!r}")
@@ -77,9 +76,7 @@ class _Unpickler(pickle._Unpickler):  # the unpickler in Python, because the one
 
 
 def loads(data: Any) -> Any:
-    """Unpickle data from a worker. Raise PicklingError if it is damaged: this error ends the worker's pool, and no other
-    error would end it.
-    """
+    """Unpickle data from a worker. Raises PicklingError for damaged data, because only this error ends the worker's pool."""
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged data may cause any
@@ -92,7 +89,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """In the `with` block, read all pickles from multiprocessing's pipes by `loads`."""
+    """Let multiprocessing unpickle what its pipes receive by `loads`, until the `with` block ends."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

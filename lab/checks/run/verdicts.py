@@ -1,4 +1,4 @@
-"""Verdicts as data: the verdict on a case has the case and its judgement (`Judged`), which is what a check found in it."""
+"""Verdicts on cases as data, and the comparisons of results with the expected ones."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Outcome(NamedEnum):
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The run's time was over before the case was begun."""
+    """The time of the run was over before the case was begun."""
 
 
 # Identifies a verdict in a report: the check, the reprs of function, case and ranges, and whether the case is random.
@@ -41,7 +41,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """A wrong (row, head) vector of an output or LSE: expected and computed values where the errors are largest."""
+    """A wrong (row, head) vector of an output or LSE, with the expected and the computed values of its worst elements."""
 
     where: str  # row, request, head and elements in words
     expected: tuple[float, ...]  # the expected values of these elements
@@ -50,15 +50,15 @@ class WrongVector:
 
 @dataclass(frozen=True)
 class BitDifference:
-    """A variant of a case's first call (the base call) whose output should have the same bits, but has others."""
+    """A call whose output should have the same bits as the output of the case's first call, and has other bits."""
 
-    what: str  # how the variant differs from the base call, such as "request 0 alone"
+    what: str  # how the call differs from the first one, such as "request 0 alone"
     ulps: float  # largest difference, in units in the last place of the vector's largest element; inf if not finite
 
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """The comparison of one output or LSE with the expected one: whether it is wrong, in which rows, and by how much."""
+    """Whether an output or LSE differs from the expected one, in which rows, and by how much."""
 
     failure: str  #: a sentence about what is wrong; "" if nothing is
     worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
@@ -73,7 +73,7 @@ IT_FAILED, RETURNED = "it failed", "what it returned"
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One compared result of a case, such as a call's output against the expected output, and whether it is wrong."""
+    """One result that was compared in a case, such as the output of a call, and whether it is wrong."""
 
     name: str  # name of the call within its check
     held: str  # the kind of comparison, a key of `lab.checks.explain.diagnosis.HELD` such as "output"
@@ -86,7 +86,7 @@ class CheckedResult:
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output tensor as its dtype, shape and bytes. Another process can read it without running code of the kernel."""
+    """An output tensor as bytes, which another process can read without running code of the kernel."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgement of one case: the outcome, sentences about errors and refused calls, and the compared results."""
+    """What a check found in a case: the outcome, sentences about errors and refused calls, and the compared results."""
 
     outcome: Outcome
     wrongs: tuple[str, ...] = ()  # sentences about wrong results and failed calls
@@ -128,7 +128,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """The verdict on one case of a run: which check judged which function in this case, and what it found."""
+    """The verdict on one case: the judged function, the check, the case, and what the check found in it."""
 
     implementation: str  #: name of the implementation
     check: str  #: key of the check, such as "K4"
@@ -178,18 +178,18 @@ class CaseVerdict:
 
 
 def fate_of(refusal: str) -> str:
-    """Return "declined", or words that say that the refused call was judged in an equivalent form."""
+    """Return how a sentence about a refused call begins: "declined", or that the call was judged in an equivalent form."""
     return "judged in an equivalent form" if JUDGED_WITH in refusal else "declined"
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return a DISHONEST judgement with the sentence `reason` and the numbers of `judged`, without its results."""
+    """Return a judgement with the outcome DISHONEST, the sentence `reason`, and the counts of `judged` without its results."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the judgement that a worker sent. If a kernel must have changed it, because it is no `Judged`, or RIGHT with
-    an error above its bound, return a DISHONEST one. Only a process without the kernel's code may call this.
+    """Return the judgement that a worker sent, or a DISHONEST one if a kernel must have changed it: if it is no `Judged`, or is
+    RIGHT with an error above its bound. Only a process without the kernel's code may call this function.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
@@ -202,8 +202,9 @@ def credible(judged: Judged) -> Judged:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each (row, head) vector of an output [num_rows, num_qo_heads, head_dim] with the expected one, by relative L2
-    error, and all vectors together for a bias that is too small to see in one. An error up to `least_bound` is allowed.
+    """Compare each (row, head) vector of an output [num_rows, num_qo_heads, head_dim] with the expected one by relative L2
+    error, and search all vectors together for a bias that is too small to see in one. A relative error up to `least_bound`
+    is allowed.
     """
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
@@ -219,7 +220,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
-    """Compare an LSE [num_rows, num_qo_heads] with log2 of the softmax's denominator; -inf for a row that sees no key."""
+    """Compare an LSE [num_rows, num_qo_heads] with log2 of the softmax's denominator, which is -inf for a row without keys."""
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape or not lse.dtype.is_floating_point:
         return OutputComparison(failure)
@@ -233,7 +234,6 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
 
 
 def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
-    """Compare two outputs bit for bit."""
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)
@@ -246,8 +246,8 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype, in units in the last
-    place of the largest element in the same (row, head) vector; infinity if an element that differs is not finite.
+    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype. The unit is the last place of
+    the largest element in the same (row, head) vector. Return infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()

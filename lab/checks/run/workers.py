@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted for judging. Call this object to wait until it is judged, and to get the judgement."""
+    """A case that was submitted for judging. A call of this object waits until it is judged, and returns the judgement."""
 
     result: Callable[[], Judged]  # waits for the judgement of the worker
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
@@ -63,8 +63,8 @@ class Pending:
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
-    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. Workers
-    take turns on the GPUs if the device has no index.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. If `device` is
+    "cuda" without an index, the workers are divided among all GPUs.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Workers:
         )
 
     def stop(self) -> None:
-        """End all workers and the cases that they are judging. The next submitted case starts new workers."""
+        """End all workers, with the cases that they are judging. The next submitted case starts new ones."""
         with self._lock:
             for pool in filter(None, (self._pool, self._pool_without_kernel)):
                 pool.stop()
@@ -118,7 +118,7 @@ class Workers:
             self._pool = self._pool_without_kernel = None
 
     def _watch(self) -> None:
-        """Stop all workers if no case ends in time: a kernel may have damaged the pipe that they share."""
+        # Stop all workers if no case ends in time: a kernel may have damaged the pipe that they share.
         while not self._is_over.wait(WATCHED_EVERY_S):
             limits_s = dict(self._limits_s)
             if limits_s and time.monotonic() > self._last_end + max(limits_s.values()) + START_LIMIT_S:
@@ -128,8 +128,8 @@ class Workers:
                         future.set_exception(BrokenProcessPool("its worker does not answer"))
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call `function` in a worker with the implementation as its argument, and return the result. Raise LoadError if it
-        cannot be imported, and ValueError if a name of a refusal is no exception.
+        """Call `function(implementation)` in a worker, and return the result. Raises LoadError if the implementation cannot be
+        imported, and ValueError if one of the refusals is no exception.
         """
         if not self.is_apart:
             if self.refusals:
@@ -154,7 +154,9 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Return what `work` returns in a process without the kernel's code; FAILED if it raises an error there."""
+        """Call `work(*arguments)` in a process without the kernel's code, and return the judgement that it returns. An error
+        gives the outcome FAILED.
+        """
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
@@ -166,8 +168,9 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`, within `ranges` (None: those of `self`). Calling the
-        returned `Pending` raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
+        """Submit a case for judging by the check with the key `check`, which varies the case within `ranges` (None: those of
+        `self`). A call of the returned `Pending` raises TooLate if the case did not begin by `end`, a time of
+        `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -227,14 +230,13 @@ class Workers:
 
 
 def _ending(exitcode: int | None) -> str:
-    """Return words for how a kernel ended its worker, from the worker's exit status: `ENDED_WITH_0` stands for 0."""
     if exitcode is not None and -exitcode in set(signal.Signals):
         return f"killed by signal {-exitcode}, {signal.Signals(-exitcode).name}"
     return f"exit status {0 if exitcode == ENDED_WITH_0 else exitcode}"
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a context whose processes start fast: forks of one that has imported torch and not initialised CUDA."""
+    """Return a context whose processes start fast: as forks of a process that has imported torch and not initialised CUDA."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -286,8 +288,8 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel destroyed the CUDA context or used up all file descriptors, write the errors
-    to `last_words`, one per line, and end the worker with the exit status `SPOILED`.
+    """Judge a case in a worker process. If the kernel destroyed the CUDA context or used up all file descriptors, write the
+    errors to the file `last_words`, one per line, and end the process with the exit status `SPOILED`.
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
@@ -326,7 +328,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words for the function calls in which a worker was shortly before its time limit."""
+    """Return words for the calls in which a worker was shortly before its time limit, from the stack that it recorded."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
