@@ -15,10 +15,11 @@ import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.allowed import CHOICES
+from lab.calls.problem import LATENT_CALLS
 from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
-from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.models import FAMILIES, MODELS
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k06_workspace import filled, scratch_of
 from lab.checks.properties.k07_batch import another_query, batch_sizes, positions
@@ -140,7 +141,7 @@ def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 # Functions with attention cases or ragged cases.
-_EVERY: tuple[Interface, ...] = (*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT)
+_EVERY: tuple[Interface, ...] = tuple(call for call in FAMILIES if call in PAGED_CALLS or call not in LATENT_CALLS)
 _DECODES: tuple[Interface, ...] = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 _ROWS_PER_CALL = (
     "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the chunks of "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import LATENT_CALLS, AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
 from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
 from lab.checks.parameters.paged_calls import Lens, lens_of
@@ -47,11 +47,9 @@ Make = Callable[..., CallInputs]  # make(lens, seed, moved) returns tensors; `mo
 
 def _cases(scope: Scope) -> Iterator[Any]:
     longest = LONG[: scope.counted(1, 2)]
-    if scope.interface is AttentionCall.RAGGED_CONTEXT:
-        yield from replayed_cases(scope.ranges, scope.counted(2, 8), longest)
-        return
     if scope.interface not in PAGED_CALLS:
-        yield from _of_two_pools(scope)
+        is_latent = scope.interface in LATENT_CALLS
+        yield from _of_two_pools(scope) if is_latent else replayed_cases(scope.ranges, scope.counted(2, 8), longest)
         return
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
     for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
