@@ -10,7 +10,6 @@ from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, Metadata
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import CallSettings, TRTLLMMHABackend
 from lab.metadata.mha.block_sparse import BlockSparseBackend
-from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
 from lab.workloads.forward_case import GroupedLayer
@@ -79,7 +78,7 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
     page_size: int = 32  #: 32 or 64; with `compress_ratio` 128
     num_pages: int = 5
-    attention: DraftAttention = DraftAttention.MLA  #: decides whether lengths in a draft step count the drafted tokens
+    attention: DraftAttention = DraftAttention.MLA
     index_topk: int | None = None
     compress_ratio: int | None = None
     num_qo_heads: int = 4
@@ -91,11 +90,6 @@ class MLAGraphCase(LatentLayer, ReplayCase):
     @property
     def sliding_window(self) -> bool:
         return self.compress_ratio is not None
-
-    def backend(self, implementation: Any = None) -> Any:
-        if self.index_topk is not None or self.compress_ratio is not None:
-            return self.sparse_backend(implementation)
-        return TRTLLMMLABackend(implementation, self.attention)
 
 
 def vllm_graph_modes(width: int) -> tuple[GraphMode, GraphMode]:

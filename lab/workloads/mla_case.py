@@ -27,16 +27,21 @@ class LatentLayer:
     index_topk: int | None
     #: number of tokens of a compressed entry of a DeepSeek-V4 layer; 0: a V4 layer without such entries; None: another layer
     compress_ratio: int | None
+    attention: DraftAttention  #: decides whether lengths in a draft step count the drafted tokens
+    dtype: torch.dtype = torch.bfloat16  #: of query and output
+    query_dtype: torch.dtype | None = None  #: dtype to which the engine casts the query; None: `dtype`
 
     @property
     def interface(self) -> AttentionCall:
         return AttentionCall.MLA_DECODE if self.compress_ratio is None else AttentionCall.DSV4_DECODE
 
-    def sparse_backend(self, implementation: Any, query_dtype: torch.dtype | None = None) -> Any:
-        if self.compress_ratio is None:
-            assert self.index_topk is not None
+    def backend(self, implementation: Any = None) -> Any:
+        query_dtype = self.query_dtype or self.dtype
+        if self.compress_ratio is not None:
+            return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
+        if self.index_topk is not None:
             return DSABackend(implementation, Indexer(self.index_topk), query_dtype=query_dtype)
-        return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
+        return TRTLLMMLABackend(implementation, self.attention, query_dtype=query_dtype)
 
     @property
     def head_dim(self) -> int:
@@ -138,12 +143,6 @@ class MLACase(LatentLayer, PassCase):
                 raise ValueError(f"compress_ratio={ratio}: a draft model has 0, and slots are not virtual with DSV4")
         if is_refused:
             raise ValueError(f"{self.mode!r} is no mode of {name}: leave index_topk and compress_ratio None")
-
-    def backend(self, implementation: Any = None) -> Any:
-        query_dtype = self.query_dtype or self.dtype
-        if self.is_sparse:
-            return self.sparse_backend(implementation, query_dtype)
-        return TRTLLMMLABackend(implementation, self.attention, query_dtype=query_dtype)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:

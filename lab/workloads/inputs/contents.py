@@ -88,10 +88,10 @@ def _needles(drawn: _Drawn) -> None:
 
 
 def _counted(drawn: _Drawn) -> None:
-    """Make queries zero, and each value a code of its key's position: ones in two columns, times a factor of the head."""
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
     values = drawn.values.zero_()
+    # Two columns of a value are not zero. They encode its key's position, and their size its head.
     for head in range(case.num_kv_heads):
         size = 2.0 ** (head % 4)
         values[positions, head, positions % half] = size
@@ -102,9 +102,9 @@ def _counted(drawn: _Drawn) -> None:
 
 
 def _low(drawn: _Drawn) -> None:
-    """Make every logit -200,000, or about -100,000 for a float16 query over an e4m3 cache, with the last element of Q and K."""
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
     drawn.keys[..., -1] = -largest
+    # The logits are -200,000, or about -100,000 for a float16 query over an e4m3 cache.
     drawn.query.zero_()[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
 
 
@@ -157,7 +157,7 @@ _SHAPE: dict[Contents, Callable[[_Drawn], object]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return key positions for needles: at and next to the edges of the pages, tiles and windows of three query rows."""
+    """Return positions for needles (keys with a large logit): at and next to edges of pages, tiles and windows of some rows."""
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
         edges |= {position, *(position // size * size for size in (page_size, *TILE_SIZES))}
@@ -172,7 +172,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn the keys at these positions, in `keys` [kv_len, num_kv_heads, head_dim], into needles, in place."""
+    """Turn keys of `keys`, [kv_len, num_kv_heads, head_dim], into needles (keys with a large logit), in place."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 

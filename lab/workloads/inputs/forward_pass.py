@@ -65,8 +65,7 @@ class EnginePass:
 
     @property
     def pool_bytes(self) -> int:
-        nbytes: int = self.cache.storage.nbytes
-        return nbytes
+        return int(self.cache.storage.nbytes)
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel must not change, by name."""

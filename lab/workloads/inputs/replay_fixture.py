@@ -90,8 +90,7 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        width: int = self.case.mode.num_tokens_per_req
-        return width
+        return int(self.case.mode.num_tokens_per_req)
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
