@@ -15,7 +15,7 @@ from corpus.wrong import LISTS
 from lab import references
 from lab.kernels.serving import draft_decode_kv_indices as module
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right, in_place
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, in_place
 from tests.devices import IN_INTERPRETER
 
 NARROW = dict.fromkeys(DTYPES, torch.int32)
@@ -90,7 +90,7 @@ def test_drawn_cases(schedule: Schedule, case: DraftListsCase, block_requests: i
     """Requests whose lengths are summed one or two at a time stand for hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_REQUESTS", block_requests)
-        assert_lists_right(scheduled(schedule), case)
+        assert DraftLists(case).wrongs(scheduled(schedule)) == []
 
 
 SCHEDULED: dict[str, DraftListsCase] = CASES | {
@@ -103,7 +103,7 @@ SCHEDULED: dict[str, DraftListsCase] = CASES | {
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_named_cases(device: str, name: str, schedule: Schedule) -> None:
-    assert_lists_right(scheduled(schedule), SCHEDULED[name], device)
+    assert DraftLists(SCHEDULED[name], device).wrongs(scheduled(schedule)) == []
 
 
 # --- the check can fail -------------------------------------------------------------------------------------------
@@ -119,10 +119,9 @@ UNSEEN = {
 
 def is_wrong(write: Writer, case: DraftListsCase) -> bool:
     try:
-        assert_lists_right(write, case)
-    except (AssertionError, IndexError):  # an index, of a page that the draft does not have
+        return DraftLists(case).wrongs(write) != []
+    except IndexError:  # an index, of a page that the draft does not have
         return True
-    return False
 
 
 @pytest.mark.parametrize("name", [name for name, each in MUTANTS.items() if each.interface == (LISTS,)])
@@ -136,11 +135,9 @@ def test_the_check_names_the_first_wrong_cell() -> None:
         DraftListsModel().generate_draft_decode_kv_indices(**given)
         given["kv_indptr"][0, 1].zero_()
 
-    with pytest.raises(
-        AssertionError,
-        match=r"cells of kv_indptr or of the memory around it are wrong.*\[1, 9\], holds 0 and should hold 4.*lens",
-    ):
-        assert_lists_right(write, DraftListsCase((3,)))
+    (wrong,) = DraftLists(DraftListsCase((3,))).wrongs(write)
+    assert "cells of kv_indptr or of the memory around it are wrong" in wrong
+    assert wrong.endswith("[1, 9], holds 0 and should hold 4")
 
 
 # --- refusals and imports -----------------------------------------------------------------------------------------

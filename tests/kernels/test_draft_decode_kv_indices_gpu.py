@@ -8,7 +8,7 @@ import torch
 
 from lab.kernels.serving import draft_decode_kv_indices as module
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, assert_lists_right
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase
 from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.test_draft_decode_kv_indices import EDGES, NARROW, scheduled
 
@@ -67,7 +67,7 @@ def test_random_cases(schedule: Schedule, batch: int) -> None:
     """1,200 of them, by each schedule."""
     draw = random.Random(batch)
     for _ in range(CASES_PER_BATCH):
-        assert_lists_right(scheduled(schedule), random_case(draw), "cuda")
+        assert DraftLists(random_case(draw), "cuda").wrongs(scheduled(schedule)) == []
 
 
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
@@ -77,14 +77,16 @@ def test_no_batch_compiles_again(schedule: Schedule) -> None:
     cache = kernel.device_caches[torch.cuda.current_device()][0]
     before = len(cache)
     for length in (100, 101):  # kv_indices alone is compiled for where it starts: at a multiple of 16 bytes or not
-        assert_lists_right(scheduled(schedule), DraftListsCase((length,), 7, 1, 32, first_cell=16), "cuda")
+        case = DraftListsCase((length,), 7, 1, 32, first_cell=16)
+        assert DraftLists(case, "cuda").wrongs(scheduled(schedule)) == []
     compiled = len(cache)
     assert before < compiled <= before + 2
     for lens, columns, gap, start in itertools.product([(1,), (16,) * 16, (3,) * 600], [0, 1, 16], [0, 5], [1, 2]):
         case = DraftListsCase(lens, 7, 1, 32, spare_columns=columns, row_gap=gap, first_cell=16 * start)
-        assert_lists_right(scheduled(schedule), case, "cuda")
+        assert DraftLists(case, "cuda").wrongs(scheduled(schedule)) == []
     assert len(cache) == compiled
-    assert_lists_right(scheduled(schedule), DraftListsCase((100,), 6, 1, 32, first_cell=16), "cuda")
+    case = DraftListsCase((100,), 6, 1, 32, first_cell=16)
+    assert DraftLists(case, "cuda").wrongs(scheduled(schedule)) == []
     assert len(cache) > compiled
 
 

@@ -168,11 +168,6 @@ class DraftLists:
         return WIDE_SLOT // tokens if is_wide else 0
 
 
-def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
-    wrongs = DraftLists(case, device).wrongs(write)
-    assert not wrongs, f"{'; '.join(wrongs)}: {case}"
-
-
 def in_place(function: Callable[..., Any]) -> Writer:
     """Return a function that writes kv_indices and kv_indptr in place: `function` itself, or a wrapper if it returns lists."""
     if "num_steps" not in inspect.signature(function).parameters:

@@ -20,7 +20,6 @@ from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
 from lab.workloads.graph_case import ReplayCase
-from lab.workloads.inputs.expected import made
 from lab.workloads.requests import History, admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes
@@ -242,7 +241,7 @@ class ReplayFixture:
             tuple(side[: length + new] for side in self.histories[self.rows.index(row)])
             for row, length, new in requests
         ]
-        comparison = made(self._truth(result.query, seen, widths)).compare(result.out)
+        comparison = self._truth(result.query, seen, widths).compare(result.out)
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if not comparison.passed:
             count = int(comparison.faulty.sum())

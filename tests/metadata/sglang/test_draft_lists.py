@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.workloads.inputs.draft_lists import DraftListsCase, assert_lists_right
+from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase
 from tests.devices import IN_INTERPRETER
 from tests.kernels.test_draft_decode_kv_indices import CASES, drawn_cases
 from tests.metadata.sglang.wheel import sglang_modules
@@ -83,10 +83,10 @@ def with_room(case: DraftListsCase) -> DraftListsCase:
 @pytest.mark.parametrize("token_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_named_cases(kernel: Any, name: str, token_blocks: int) -> None:
-    assert_lists_right(partial(launch, kernel, token_blocks), with_room(CASES[name]))
+    assert DraftLists(with_room(CASES[name])).wrongs(partial(launch, kernel, token_blocks)) == []
 
 
 @given(case=drawn_cases(), token_blocks=st.integers(0, 3))
 @settings(deadline=None, derandomize=True, max_examples=80)
 def test_drawn_cases(kernel: Callable[..., Any], case: DraftListsCase, token_blocks: int) -> None:
-    assert_lists_right(partial(launch, kernel, token_blocks), with_room(case))
+    assert DraftLists(with_room(case)).wrongs(partial(launch, kernel, token_blocks)) == []
