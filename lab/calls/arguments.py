@@ -169,7 +169,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True if the call's backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA not."""
+    """Return True if the backend reads V's NVFP4 scale factors interleaved over 4 tokens: trtllm-gen does, XQA does not."""
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(
@@ -259,7 +259,7 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Check a call's scales, sinks and skip-softmax threshold, and return them as fields of a problem. `name`: of the sinks."""
+    """Check the scales, sinks (argument `name`) and skip-softmax threshold, and return them as fields of a problem."""
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
     if sinks is not None:

@@ -15,7 +15,7 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return which cells of the page table, or of `selected`, name a page or entry that the call reads: bool, of its shape."""
+    """Return a bool mask of the cells of the page table, or of `selected`, that name a page or entry which the call reads."""
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
     pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)

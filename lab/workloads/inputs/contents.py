@@ -59,8 +59,8 @@ class _Drawn:
 
 
 def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, float32
-    [sum(kv_lens), num_kv_heads, head_dim]; and sinks, float32 [num_qo_heads], or None. They do not depend on the storage.
+    """Draw a case's query [num_rows, num_qo_heads, head_dim] in its dtype, K and V of all requests, float32 [sum(kv_lens),
+    num_kv_heads, head_dim], and sinks, float32 [num_qo_heads] or None. The case's storage changes none of them.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -229,8 +229,8 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with a value; None is the dtype's value in `POISON`. NVFP4 has no NaN: it gets that value unless 0."""
-    if value is None or (storage.dtype == NVFP4 and value != 0):
+    """Fill a tensor with `value`, or if it is None with the huge value that `POISON` has for the tensor's dtype."""
+    if value is None or (storage.dtype == NVFP4 and value != 0):  # NVFP4 cannot hold NaN
         value = POISON[storage.dtype]
     storage.fill_(value)
 

@@ -53,7 +53,7 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong cell of the batch's requests, "" if none. Cells of padding are not compared."""
+    """Return a sentence about the first wrong length, offset or page of the batch's requests, padding excepted; "" if none."""
     expected = forward_metadata(batch, pool) if expected is None else expected
     pairs = {
         **_leading("cache_seqlens", metadata.cache_seqlens_int32, expected.cache_seqlens),
@@ -132,7 +132,7 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error, "" if none. `block`: query rows per request in a CUDA graph; None: eager."""
+    """Return a sentence about the first wrong value, "" if none. `block`: query rows per request in a CUDA graph, or None."""
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
     pairs = {
         **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),

@@ -25,7 +25,7 @@ Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, 
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One MLA prefill by `trtllm_ragged_attention_deepseek`, as data: new tokens attend to themselves and to cached chunks."""
+    """One MLA prefill by `trtllm_ragged_attention_deepseek`, as data: new tokens see each other and a cached prefix."""
 
     prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
     q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0

@@ -117,7 +117,7 @@ class ReplayFixture:
         )
 
     def widths(self, count: int) -> list[int]:
-        """Return the query rows of `count` requests: 1 to `width` if the mode allows unequal numbers, otherwise `width`."""
+        """Return the number of query rows of each request: 1 to `width` if the mode allows unequal numbers, else `width`."""
         ragged = self.case.mode.forward_mode.query_rows.are_unequal_drafts
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
@@ -176,7 +176,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return the number of tokens of a request, such as drafted tokens, that `seq_lens` does not count in the mode."""
+        """Return the number of tokens of a request, such as drafted tokens, that `seq_lens` of the batch does not count."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
