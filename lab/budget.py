@@ -229,8 +229,8 @@ def explain(
     *mismatch* is an element that exceeds the test's tolerance. The verdict is
 
         "bug"             if the largest difference (`off_by`) exceeds what the judge allows even if all the error of a vector
-                          is in one element; or if so many mismatches have a probability below `LEVEL` even for a kernel
-                          whose errors are as large as the judge's bounds
+                          is in one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even
+                          for a kernel whose errors are as large as the judge's bounds
         "noise"           if in the simulation the number of mismatches and the largest difference each have a probability
                           of at least `LEVEL`
         "cannot be told"  otherwise
@@ -280,9 +280,9 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return tensors [requests] and the number of simulated elements. The tensors are: mismatches of the control; mismatches of
-    a kernel whose errors equal the judge's bound; the control's largest difference; the largest difference that the judge
-    allows.
+    """Return four tensors [requests] and the number of simulated elements. The tensors have for each request the mismatches of
+    the control, the mismatches of a kernel whose errors equal the judge's bound, the control's largest difference, and the
+    largest difference that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:

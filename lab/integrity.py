@@ -236,7 +236,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True for a list or dict of numbers, strings and so on (`PLAIN`). Lists and dicts of other objects may change."""
+    """Return True for a list or dict of numbers, strings and so on (`PLAIN`). Others are caches, whose contents may change."""
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)

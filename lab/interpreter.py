@@ -20,7 +20,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """A replacement for two functions of Triton's interpreter that patches `triton.language` once per launch and module."""
+    """Replacements for two functions of Triton's interpreter. They patch a module's `triton.language` only once per launch."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -35,7 +35,8 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch the module of `fn`, unless this launch has already done so. Return the function that undoes it, or None."""
+        """Patch `triton.language` in the module of `fn`, unless this launch has done so. Return what undoes the patch, or None.
+        """
         if self._modules is None:
             return self._patch_language(fn)
         if fn.__module__ in self._modules:

@@ -27,7 +27,7 @@ class LoadError(ImportError):
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True if Ctrl-C caused a KeyboardInterrupt. In a worker process, which ignores Ctrl-C, a kernel has raised it."""
+    """Return True if Ctrl-C caused a KeyboardInterrupt, and False if a kernel raised it in a worker, which ignores Ctrl-C."""
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 

@@ -68,7 +68,7 @@ def check_name(text: str) -> str:
 
 
 def functions_named(names: Iterable[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names: "decode" or FlashInfer's name. Without names, return all functions."""
+    """Return the functions with these names, such as "decode", or FlashInfer's names. Without names, return all functions."""
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(of_name(name, named, "function") for name in names) or INTERFACES
 

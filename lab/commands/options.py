@@ -29,7 +29,7 @@ def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
 
 
 def refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command with the message `sentence` if an option that is not in `allowed` was given. It would be ignored."""
+    """End the command with the message `sentence` if an option outside `allowed` was given, because it would be ignored."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -181,7 +181,8 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the recorded call that FOLDER or FOLDER#3 names. If the folder has several, end the command; `hint` is added."""
+    """Return the recorded call that FOLDER or FOLDER#3 names. If there are several, end the command; `hint` ends the message.
+    """
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():

@@ -129,7 +129,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of each row from its (m, d): the largest logit, and the sum of exp(logit - m) (`lse.cuh`)."""
+    """Write the LSE of each row from its statistics (m, d): the largest logit, and the sum of exp(logit - m) (`lse.cuh`)."""
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
     strides_bytes = (4 * given.lse_stride_tokens, 4 * given.lse_stride_heads)

@@ -90,7 +90,7 @@ class KernelTable:
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Parse the text of a header `flashInferMetaInfo.h`. Raises ValueError for another text."""
+    """Parse the text of a header `flashInferMetaInfo.h`. Raises ValueError if the text is not such a header."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -106,7 +106,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of the lab's file: xz-compressed text with one line per column, such as `type name: value,value`."""
+    """Return a table as the lab's file stores it: xz-compressed text, one line per column, such as `type name: value,value`."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values

@@ -91,7 +91,7 @@ class Listed(NamedTuple):  # as `RecordedCase` describes it
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """A recorded call of an attention function. Fields whose values were not recorded have their defaults."""
+    """The arguments and results of a recorded call. Fields whose values were not recorded have their defaults."""
 
     function: AttentionCall
     given: Mapping[
@@ -195,7 +195,7 @@ def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Return the value with each tensor in it replaced by change(index in its tuple or list, or else 0; the tensor)."""
+    """Replace each tensor in a value by change(index, tensor). The index is its position in a tuple or list, otherwise 0."""
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value
@@ -256,8 +256,8 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Compare an output and LSE of a call with float64 attention, by the judge's bounds, without requests that have a
-    non-finite key. `arithmetic` is the dtype in which the bound's control computes; None is the dtype of the query.
+    """Compare an output and LSE of a call with float64 attention, by the judge's bounds. Requests with non-finite keys are left
+    out. `arithmetic` is the dtype of the low-precision attention that determines the bound; None is the dtype of the query.
     """
     try:
         truth = truth_of_problem(call.problem(), arithmetic)

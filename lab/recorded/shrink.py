@@ -88,7 +88,7 @@ def parts_of(call: RecordedCall) -> list[Part]:
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call with only these parts of its requests. Query rows that belong to no request are left out."""
+    """Return a call that keeps only these parts (rows and first keys) of its requests, and no rows outside a request."""
     problem = call.problem()
     offsets, unit = problem.row_offsets(), keys_per_offset(problem)
     sizes = [(part.request, len(part.rows), part.kv_len) for part in parts]

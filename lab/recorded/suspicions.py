@@ -96,7 +96,7 @@ class RecordedInputs:
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return the keys of a request that each row sees, bool [q_len, kv_len]. Selected entries count as keys, each once."""
+    """Return which keys of a request each row sees, bool [q_len, kv_len]. If rows select entries, these are the keys."""
     keys, shown = torch.arange(kv_len, device=problem.query.device), None
     if isinstance(problem, PagedAttention):
         if problem.selected is not None:

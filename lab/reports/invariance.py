@@ -1,4 +1,4 @@
-"""Show the result of `lab invariance`: for each factor, whether the bits of a kernel's outputs depend on it."""
+"""Show the result of `lab invariance`: for each factor, such as the batch size, whether the output bits depend on it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"} 
 
 
 def invariance_report(found: Invariance) -> TableReport:
-    """Return a table with one row per function and factor, and one column per pair of dtypes (query and K/V)."""
+    """Return a table with a row per function and factor (such as the batch size), and a column per query and K/V dtype."""
     rows = grouped(
         ((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), each)
         for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface))
@@ -59,7 +59,6 @@ def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
 
 
 def _summary(found: Invariance) -> Iterator[str]:
-    """Yield lines that summarise a run. The answer of a factor is the worst one among all functions and dtypes."""
     if found.report.left_out or not found.dependences:
         yield str(found.report)
     for answer in Answer:
@@ -68,7 +67,7 @@ def _summary(found: Invariance) -> Iterator[str]:
             yield f"required, but {answer.value}: {', '.join(where)}"
     if found.without_cases:
         yield f"required, but no function here has a case of it: {', '.join(found.without_cases)}"
-    worst: dict[str, Answer] = {}
+    worst: dict[str, Answer] = {}  # of each factor, among all functions and dtypes
     for each in found.dependences:
         worst[each.check] = min(worst.get(each.check, each.answer), each.answer, key=[*Answer].index)
     of = {answer: [factor for factor, found in worst.items() if found is answer] for answer in Answer}

@@ -45,7 +45,7 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the first lines of a report: the answer, what is broken, what was compared, and groups of similar wrong cases."""
+    """Yield the first lines of a report: the answer, what is broken, what was compared, and the groups of wrong cases."""
     found = report.diagnosis
     yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
     for place, region in enumerate(found.regions):
@@ -131,7 +131,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table of a function's parameters. Its columns list the values that were judged, declined or left out."""
+    """Return a table of a function's parameters, with the values that check K18 judged, did not judge and so on."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }

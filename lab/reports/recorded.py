@@ -227,7 +227,7 @@ def _with_speeds(rows: Sequence[Row]) -> Rivals:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the environment fields to show, those in `FACTS` and all packages, as nested keys by the field's heading."""
+    """Return the environment fields that reports show: the keys of each field, the outermost first, by its heading."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
