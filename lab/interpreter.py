@@ -35,8 +35,7 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch `triton.language` in the module of `fn`, unless this launch has done so. Return what undoes the patch, or None.
-        """
+        """Patch `triton.language` in the module of `fn`, unless this launch has done so. Return what undoes it, or None."""
         if self._modules is None:
             return self._patch_language(fn)
         if fn.__module__ in self._modules:

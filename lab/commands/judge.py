@@ -292,8 +292,7 @@ def merge(
     reports: Annotated[list[Path], typer.Argument(help="the reports of all shards of one run")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
 ) -> None:
-    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is that of one run without shards.
-    """
+    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is as without shards."""
     refuse_unreadable("not merged", *reports)
     from lab.checks.record import merged, replaceable
     from lab.reports.judgement import show as show_report

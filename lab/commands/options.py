@@ -181,8 +181,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the recorded call that FOLDER or FOLDER#3 names. If there are several, end the command; `hint` ends the message.
-    """
+    """Return the recorded call that FOLDER or FOLDER#3 names. If there are several, end the command with `hint`."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():
