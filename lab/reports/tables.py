@@ -36,19 +36,12 @@ TERMINAL_STYLES = {
 
 
 @dataclass(frozen=True)
-class Link:
-    """A link within the HTML page. `target` is the id of the HTML element to which it leads."""
-
-    text: str
-    target: str
-
-
-@dataclass(frozen=True)
 class Cell:
     text: str  #: the shown text; the unit is in the column's heading
     number: float | None = None  #: the unrounded value, by which the page sorts; None for words
     style: str = ""  #: names of styles separated by spaces, such as "slower" or "long code"; "" for none
-    links: tuple[Link, ...] = ()  #: links that the page shows instead of the text
+    #: (text, id of an HTML element) of each link within the page, which shows the links instead of the text
+    links: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text))
@@ -180,7 +173,7 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    return " ".join(link.text for link in cell.links) or cell.text
+    return " ".join(text for text, _ in cell.links) or cell.text
 
 
 def _significant(value: float) -> str:

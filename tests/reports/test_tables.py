@@ -7,7 +7,6 @@ from rich.console import Console
 
 from lab.reports.tables import (
     Cell,
-    Link,
     TableReport,
     items,
     make_table,
@@ -79,7 +78,7 @@ def test_a_verdict_has_its_colour() -> None:
 
 
 def test_links_are_shown_by_their_words() -> None:
-    table = table_of_lines(["findings"], [(Cell("", links=(Link("7", "finding-7"), Link("9", "finding-9"))),)])
+    table = table_of_lines(["findings"], [(Cell("", links=(("7", "finding-7"), ("9", "finding-9"))),)])
     assert "7 9" in printed(terminal_of(table))
 
 

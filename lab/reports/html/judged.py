@@ -14,7 +14,7 @@ from lab.checks.run import verdicts
 from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
 from lab.reports.recorded import MODULE_PREFIX, RecordedFile, grouped
-from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
+from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
 from lab.wording import counted
 from lab.workloads.interfaces import INTERFACES
 
@@ -258,7 +258,7 @@ def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
 
 def _links_to(findings: Sequence[Finding]) -> Cell:
     text = ", ".join(finding.label for finding in findings)
-    return Cell(text or ABSENT, links=tuple(Link(finding.label, finding.target) for finding in findings))
+    return Cell(text or ABSENT, links=tuple((finding.label, finding.target) for finding in findings))
 
 
 def _percent(ratio: float | str | None) -> Cell:
