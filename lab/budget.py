@@ -36,8 +36,6 @@ UNPACKED = ("", "bf16", "fp16", "e4m3")  # "": the default
 SCALES = {"1": 0.0, "amax": 1.0, "4amax": 4.0, "amax/4": 0.25}
 # K and V: N(0, 1); Student's t with 3 degrees of freedom; N(0, 1) with each 16th channel 10 times as large.
 VALUES = ("normal", "heavy", "outliers")
-# Expected result of a test: float64 on the stored K and V; the same in the output's dtype; float64 on the original K and V.
-AGAINST = ("stored", "rounded", "original")
 MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one batch, and in a simulation
 
 
@@ -239,7 +237,8 @@ def explain(
         mismatched, elements: the numbers of mismatches and of all elements in the failed test.
         atol, rtol: the tolerance of the test.
         off_by: the largest |got - want| of the test, if it is known.
-        against: how the test computed its expected result, one of `AGAINST`.
+        against: the expected result of the test: "stored" for float64 attention on the stored K and V, "rounded" for the same
+            in the output's dtype, "original" for float64 attention on the original K and V.
 
     Raises:
         ValueError: the numbers contradict each other.

@@ -213,17 +213,15 @@ class RecordedRun:
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
         )
-        return [_with_speeds(found[identity]) for identity in sorted(found)]
+        groups = []
+        for _, (fastest, *slower) in sorted(found.items(), key=lambda each: each[0]):
+            speeds = (compare_samples(fastest.samples_us, row.samples_us, INTERLEAVED).speed for row in slower)
+            groups.append([(fastest, Speed.SAME), *zip(slower, speeds, strict=True)])
+        return groups
 
     @property
     def other_rows(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.facts.get("clock") not in GPU_CLOCKS)
-
-
-def _with_speeds(rows: Sequence[Row]) -> Rivals:
-    fastest, *slower = rows
-    speeds = (compare_samples(fastest.samples_us, row.samples_us, INTERLEAVED).speed for row in slower)
-    return list(zip(rows, (Speed.SAME, *speeds), strict=True))
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:

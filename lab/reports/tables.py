@@ -85,7 +85,11 @@ def number(value: float | None, digits: int | None = None, scale: float = 1.0) -
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
-    return Cell(_significant(scaled) if digits is None else f"{scaled:,.{digits}f}", scaled)
+    if digits is None and isinstance(scaled, int):
+        return Cell(f"{scaled:,}", scaled)
+    if digits is None and abs(scaled) < 10**SHOWN_DIGITS - 0.5:
+        return Cell(f"{scaled:,.{SHOWN_DIGITS}g}", scaled)
+    return Cell(f"{scaled:,.{digits or 0}f}", scaled)
 
 
 def in_short(size: int) -> str:
@@ -174,12 +178,6 @@ def _is_long(value: Any) -> bool:
 
 def shown(cell: Cell) -> str:
     return " ".join(text for text, _ in cell.links) or cell.text
-
-
-def _significant(value: float) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.{SHOWN_DIGITS}g}" if abs(value) < 10**SHOWN_DIGITS - 0.5 else f"{value:,.0f}"
 
 
 def markdown_of(table: Table) -> str:
