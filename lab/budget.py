@@ -161,11 +161,6 @@ def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any
     return call, original[:, 0], truth_of_problem(DecodeCall(**call).problem(), arithmetic)
 
 
-def over(got: Tensor, want: Tensor, atol: float, rtol: float) -> Tensor:
-    """Return which elements exceed a tolerance, as in torch.testing.assert_close: |got - want| > atol + rtol * |want|."""
-    return (got - want).abs() > atol + rtol * want.abs()
-
-
 def budget(
     requests: UnstoredRequests,
     setting: Setting,
@@ -195,7 +190,7 @@ def budget(
     overs = {"quantisation_over": (truth.expected, original), "kernel_over": (truth.control.double(), truth.expected)}
     found = asdict(setting) | {"keys": requests.keys.shape[1], "vectors": control.error.numel()}
     found |= {name: float(each.median()) for name, each in medians.items()} | ratios
-    return found | {name: float(over(*both, atol, rtol).double().mean()) for name, both in overs.items()}
+    return found | {name: float((~torch.isclose(*both, rtol, atol)).double().mean()) for name, both in overs.items()}
 
 
 @dataclass(frozen=True)
@@ -290,7 +285,7 @@ def _simulated(
         want = {"stored": exact, "rounded": rounded(exact, truth.control.dtype).double(), "original": original}[against]
         allowed = truth.compare(truth.control).bound * exact.norm(dim=-1)
         enlarged = (error * (allowed / error.norm(dim=-1)).unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0)
-        counts = [over(exact + each, want, atol, rtol).flatten(1).sum(dim=1) for each in (error, enlarged)]
+        counts = [(~torch.isclose(exact + each, want, rtol, atol)).flatten(1).sum(dim=1) for each in (error, enlarged)]
         sizes = (exact + error - want).abs(), allowed + (exact - want).abs().amax(dim=-1)
         parts.append((*counts, *(each.flatten(1).amax(dim=1) for each in sizes)))
         simulated += exact.numel()
