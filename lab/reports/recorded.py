@@ -213,7 +213,7 @@ class RecordedRun:
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
         )
-        groups = []
+        groups: list[Rivals] = []
         for _, (fastest, *slower) in sorted(found.items(), key=lambda each: each[0]):
             speeds = (compare_samples(fastest.samples_us, row.samples_us, INTERLEAVED).speed for row in slower)
             groups.append([(fastest, Speed.SAME), *zip(slower, speeds, strict=True)])

@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.wording import UNPRINTABLE, in_markdown, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.table import Table as RichTable
-    from rich.text import Text
 
 ABSENT = "–"
 # The width for output that is not a terminal; a row of a table fits in it.
@@ -188,7 +183,7 @@ def markdown_of(table: Table) -> str:
     )
 
 
-def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
+def terminal_of(table: Table, show_lines: bool = False) -> Any:
     """Convert a table to a table of the package rich, without `common` and `left_out`. `show_lines` separates rows by lines."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
@@ -220,7 +215,7 @@ class FittedTable:
 
     table: Table
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -285,7 +280,7 @@ def items(lines: Iterable[str]) -> str:
     return "\n".join(f"* {in_markdown(line)}" for line in lines)
 
 
-def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
+def print_lines(console: Any, lines: Iterable[str], style: str = "") -> None:
     """Print lines without wrapping them. Control characters are printed as escape sequences, rich's markup as plain text."""
     from rich.text import Text
 
@@ -293,7 +288,7 @@ def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> No
         console.print(Text(printable(line), style), soft_wrap=True)
 
 
-def terminal() -> "Console":
+def terminal() -> Any:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
