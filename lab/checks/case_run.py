@@ -17,7 +17,7 @@ from lab.checks.explain.feature import of_any_request
 from lab.checks.run.support_protocol import (
     KernelCalls,
     KernelError,
-    Refusals,
+    Refused,
     Unsupported,
     is_capturing,
     output_and_lse,
@@ -105,7 +105,7 @@ class CaseRun:
         case: Any,
         device: torch.device,
         ranges: Ranges = USUAL_RANGES,
-        refusals: Refusals | None = None,
+        refusals: Refused | None = None,
         saves_output: bool = False,
     ) -> None:
         self.implementation = implementation  #: the implementation that is judged

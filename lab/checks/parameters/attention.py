@@ -37,10 +37,11 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
 def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
-    """Yield `count` random cases in which each value of a parameter occurs equally often, and many lengths end at the edges of
-    pages or tiles. Kernels are compiled for at most `num_builds` combinations of values, which are the same for all checks.
+    """Yield `count` random cases in which each value of a parameter occurs equally often. Many lengths end at the edge of a
+    page or tile. The cases need kernels for at most `num_builds` combinations of compile-time values.
     """
     seed += SEEDS * ranges.seed
+    # All checks have the same combinations of compile-time values.
     rng, rng_of_builds = random.Random(f"{interface.name} {seed}"), random.Random(f"{interface.name} {ranges.seed}")
     compiled = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
     all_builds, first = _dealt(rng_of_builds, ranges, compiled, num_builds), rng.randrange(num_builds)
@@ -65,7 +66,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return a case with these lengths. `values` has one value for each field of `Ranges` from which a call gets a value."""
+    """Return a case with these lengths. `values` maps fields of `Ranges`, such as "dtypes", to the value that the case has."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -123,7 +124,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random attention cases without end, after `adapt` has changed each; none for a function without a paged cache."""
+    """Yield random attention cases without end, each changed by `adapt`. Yield none for a function without a paged cache."""
 
     def make(point: Point, seed: int) -> Any:
         # The seed determines the data, and the lengths of all requests except the longest.

@@ -39,7 +39,6 @@ AT_LIMITS: tuple[Point, ...] = (
 
 
 def at_limits(model: Model) -> Iterator[Point]:
-    """Yield a point with each combination of values in `AT_LIMITS` that the model has and that this part of the run judges."""
     for each in AT_LIMITS:
         has = all(value in model.axes.get(name, ()) for name, value in each.items())
         if has and model.shard.has(tuple(each.items())) and (point := model.completed(each)) is not None:
@@ -58,25 +57,21 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return the values that the cases of the group must cover, and the pairs of the window `WINDOW` and a position of the
-        longest request.
-        """
+        """Return the values, and the pairs of a window and a position of the longest request, that the cases must contain."""
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
         if WINDOW in axes.get("window_left", ()):
             goals += [(("window_left", WINDOW), ("longest_request", place)) for place in axes["longest_request"]]
         return [goal for goal in goals if self.model.shard.has(goal)]
 
-    def points(self, seed: int, goals: list[Values], chosen: int | None = None) -> Iterator[Point]:
-        return self.model.covering(seed, goals, chosen or self.chosen)
-
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
     """Yield the groups of calls that a model permits; none for a metadata builder.
 
     There are three groups with one query row per request, and three with several rows:
-    1. A request has thousands of keys, and a case has at most `FEW` values other than defaults, all of `DECISIVE` axes.
-    2. A request has thousands of keys, and a case has at most `SEVERAL` values other than defaults, all of other axes.
+    1. A request has thousands of keys, and at most `FEW` parameters that decide which keys a row sees (`DECISIVE`) differ from
+       their default.
+    2. A request has thousands of keys, and at most `SEVERAL` other parameters differ from their default.
     3. The batch has one request, and the upper bound of the lengths on the host is far too large.
     A model with the axis `causal` has one more group: non-causal calls with fewer keys than rows.
 

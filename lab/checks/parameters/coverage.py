@@ -26,7 +26,7 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many values of one function's parameters, pairs and triples of values were judged in a run, and which were not."""
+    """Which values of one function's parameters, and which pairs and triples of values, a run has judged."""
 
     interface: Interface
     values: Mapping[str, Mapping[Any, Reach]]  # by axis and value
@@ -89,8 +89,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return (judged, declined): the values, pairs and declared triples of values that judged cases cover, as `Model.tuples_of`
-    says, and those that declined cases cover. Cases that failed before a result was compared cover nothing.
+    """Return (judged, declined): the values, pairs and triples of values in judged cases, and those in declined cases. Cases
+    that failed before a result was compared do not count.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -105,8 +105,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return (model with only the judged values, its pairs and triples of values that no judged case covers). The model is None
-    if no value of an axis was judged.
+    """Return the model with only the values that were judged (None if a parameter has none), and the pairs and triples of these
+    values that no judged case has.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -39,7 +39,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if this part of the run must judge the combination `goal`, which exactly one part must."""
+        """Return True if this part of the run must judge the combination of values `goal`. Each belongs to exactly one part."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -191,8 +191,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point and, for each other value of an axis, the point in which most other axes have their default.
-        A value that another part of the run judges (`Model.shard`) is left out, except on the axes `of_all`.
+        """Yield the default point, and for each other value a point with this value and otherwise defaults where the rules
+        permit them. Values that another part of the run judges (`shard`) are left out, except on the axes `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -205,7 +205,9 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs and declared triples of values that this part of the run must cover and that break no rule alone."""
+        """Yield the pairs of values, and the triples on the axes `triples`, that this part of the run must cover, except those
+        that break a rule.
+        """
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     def _goals(self) -> Iterator[Values]:
@@ -215,7 +217,9 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return for each pair and declared triple of values the reason why the rules forbid it, or "" if they allow it."""
+        """Map each pair of values, and each triple on the axes `triples`, to the reason why the rules forbid it; "" if they
+        allow it.
+        """
         without_one = [
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         ]
@@ -233,12 +237,12 @@ class Model:
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Map each (axis, value) pair to the point `completed({axis: value})`, which is None if the rules forbid the value."""
+        """Map each (axis, value) pair to a point with this value and otherwise defaults where possible; None if none fits."""
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a point covers: those that it contains. A point with a
-        value of `Model.vacuous` or of a group in `apart` (default: `Model.apart`) covers only those with a value of the group.
+        """Yield the values, pairs and triples of values that a point covers. These are all that it contains, except for a point
+        with a value of `vacuous` or of a group in `apart` (default: the model's groups): it covers those with such a value.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
@@ -248,7 +252,7 @@ class Model:
         return (each for each in found if not any(group.isdisjoint(each) for group in present)) if present else found
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
-        """Return the groups of `Model.apart` that a point can avoid, as `values` has other values of all axes of the group."""
+        # A group counts if `values` also has values of its axes outside the group.
         return tuple(
             group for group in self.apart if {name for name, _ in group} <= {name for name, _ in set(values) - group}
         )
@@ -260,8 +264,8 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that fit the rules and together contain all combinations of values in `goals` (default: `tuples`) that
-        the rules permit. In a point, at most `chosen` axes have other values than their default (None: any number).
+        """Yield points that together contain all combinations of values in `goals` (default: all pairs and declared triples)
+        that the rules permit. At most `chosen` axes of a point have other values than their default (None: any number).
         """
         # Each point is built greedily around a goal that no earlier point contains, triples first, as their points contain most
         # pairs.

@@ -103,8 +103,8 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 def dsv4_inputs(
     of: Chosen, _: Ranges, device: torch.device, lens: Lens | None = None, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of a configuration. A graph replay passes other lengths `lens`, another seed of the data to add to the
-    configuration's, and `moved` for other pages; its call has sinks.
+    """Return the tensors of a configuration's call. For a graph replay, `lens` are other lengths, `seed` is added to the seed
+    of the data, `moved` means other pages, and the call has sinks.
     """
     has_sinks = lens is not None or of["sinks"] != Sinks.NONE
     lengths = lens or lens_of(of)

@@ -87,7 +87,7 @@ def _tensors_of(*objects: Any) -> dict[str, Tensor]:
 
 
 def _watched(*objects: Any) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that returns former copies of those tensors in the objects' attributes that were changed since."""
+    """Return a function that returns, by name, the former contents of those tensors in the objects' attributes that changed."""
     before = {name: tensor.clone() for name, tensor in _tensors_of(*objects).items()}
     return lambda: {name: old for name, old in before.items() if not torch.equal(old, _tensors_of(*objects)[name])}
 
@@ -114,7 +114,7 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata of a forward pass and of a later one. Neither may change with a later pass, or with its own inputs."""
+    """Judge the metadata of a forward pass and of a later one. They must not change when their inputs change."""
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])

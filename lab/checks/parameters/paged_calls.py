@@ -132,7 +132,7 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the number of keys of the longest requests: `longest()` for the first, half of it for the second, and so in turn."""
+    """Set the numbers of keys of the longest requests in `kv_lens`, alternately to `longest()` and to half of it."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
@@ -155,7 +155,7 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Return a random one of the `edge_lengths` for each request; in a large batch, its number in `least` plus 0 to 46."""
+    """Return a length for each request: a random one of `edge_lengths`; in a large batch, its value in `least` plus 0 to 46."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -193,8 +193,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors of a case for a graph replay: with the lengths `lens`, a random mask, sinks where possible, data by a
-    seed that is larger by `seed` and, if `moved`, other pages.
+    """Return the tensors of a case with the lengths `lens`, for a graph replay. They have a random mask, and sinks where
+    possible. `seed` is added to the seed of the data, and `moved` means other pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -245,20 +245,15 @@ def _backend(call: BuiltCall) -> None:
             call.given |= call.inputs.scale_factor_arguments(interleaved=True)
     if call.forms.get("qk_nope_head_dim") == "a half":
         call.given["qk_nope_head_dim"] *= 2
-    if call.forms.get("hints"):
-        call.given |= _hints(call)
+    if call.forms.get("hints"):  # they only select which kernel runs
+        is_var_seq = len(set(call.inputs.kv_lens)) > 1
+        of_mla = {"is_var_seq": is_var_seq, "cute_dsl_impl": "modular", "kv_scale_format": "arbitrary_fp32"}
+        call.given |= of_mla if case.is_mla else {"bf16q_fp8kv_transform_mode": "k_only"}
     # An engine passes the counters in every call. They must be zero again afterwards, so they count as an unchanged input.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
     call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
         len(case.q_lens), case.num_qo_heads, sm_count=1, device=call.device
     )
-
-
-def _hints(call: BuiltCall) -> dict[str, Any]:  # they only select which kernel runs
-    if call.interface is AttentionCall.DECODE:
-        return {"bf16q_fp8kv_transform_mode": "k_only"}
-    is_var_seq = len(set(call.inputs.kv_lens)) > 1
-    return {"is_var_seq": is_var_seq, "cute_dsl_impl": "modular", "kv_scale_format": "arbitrary_fp32"}
 
 
 def _cache(call: BuiltCall) -> None:

@@ -57,9 +57,8 @@ LONGEST = 65_600  # most keys of a long request: K and V have up to 128 heads
 MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # most multiplications of Q·K^T in one of the attentions that a case computes
-MOST_PARTS = (
-    34_000  # pairs of a request and a head, if two rows each make more than MOST_OF_GRID pairs of a row and a head
-)
+# Most pairs of a request and a head in a case whose two rows per request make more than MOST_OF_GRID pairs of a row and a head.
+MOST_PARTS = 34_000
 MOST_OF_GRID = 65_535  # most programs on the second and third axis of a CUDA grid
 DEEPSEEK_HEADS = 128
 HEAD_DIMS = ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128")
@@ -257,8 +256,8 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case for a graph replay: with the lengths `lens`, sinks, a returned LSE, and data that differ for
-    each pair of `seed` and `moved`.
+    """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has sinks and returns the LSE. The
+    data differ for each pair of `seed` and `moved`.
     """
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)

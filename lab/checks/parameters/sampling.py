@@ -42,7 +42,7 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield random points without end. At least `fewest` axes (None: all) have random values, the remaining ones defaults."""
+    """Yield random points without end. At least `fewest` axes (None: all) have a random value, all other axes their default."""
     rng, names = random.Random(seed), list(model.axes)
     while True:
         point: Point = {}
@@ -55,7 +55,7 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point for whose case `stays_wrong` is true: with defaults, smaller numbers and seed 0 where possible."""
+    """Return a simpler point, whose case `stays_wrong` accepts: with defaults, smaller numbers and seed 0 where possible."""
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

@@ -61,7 +61,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
         return
     points = [*model.alone(of_all=OF_ALL_SHARDS), *at_limits(model)]
     for number, each in enumerate(circumstances(model)):
-        points += each.points(SEEDS * seed + number, each.goals)
+        points += each.model.covering(SEEDS * seed + number, each.goals, each.chosen)
     yield from _numbered(scope, points)
     if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
@@ -108,7 +108,8 @@ def _left_in_circumstances(
         in_it = [verdict for verdict in verdicts if each.has(verdict.case.values)]
         judged = tuples_by_outcome(each.model, in_it)[0]
         goals = [goal for goal in each.goals if goal not in judged]
-        yield from _new_cases(scope, each.points(scope.ranges.seed, goals, chosen), verdicts)
+        points = each.model.covering(scope.ranges.seed, goals, chosen or each.chosen)
+        yield from _new_cases(scope, points, verdicts)
 
 
 def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:

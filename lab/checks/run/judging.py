@@ -14,7 +14,7 @@ from lab.checks.parameters.attention import DISCOVERY
 from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run.refusals import Refusals
-from lab.checks.run.support_protocol import KernelError, Unjudgeable, Unsupported, raised
+from lab.checks.run.support_protocol import KernelError, Refused, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
@@ -122,7 +122,7 @@ def run_case(
     case: Any,
     device: torch.device,
     ranges: Ranges,
-    refusals: tuple[type[BaseException], ...] | None = None,
+    refusals: Refused | None = None,
 ) -> Judged:
     """Judge a case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised an
     error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.

@@ -1,7 +1,7 @@
 """The exceptions that count as refusals of a call. Only a process that loads the kernel imports them, by their names."""
 
 import builtins
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,13 @@ class Refusals:
         return cls(tuple(found), tuple(found.values()))
 
     @classmethod
-    def of_classes(cls, classes: Iterable[type[BaseException]]) -> "Refusals":
-        names = tuple(map(name_of, held := tuple(classes)))
-        return cls(names, names, held)
+    def of_classes(cls, classes: Sequence[type[BaseException]]) -> "Refusals":
+        names = tuple(map(name_of, classes))
+        return cls(names, names, tuple(classes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Refusals, (
-            self.names,
-            self.given,
-        )  # a class may be in a file outside any package: a worker imports it again
+        # Without the classes: one may be in a file outside any package. A worker imports it again.
+        return Refusals, (self.names, self.given)
 
     def resolve(self) -> tuple[type[BaseException], ...]:
         """Import the exceptions and return their classes. Raises ValueError if a name is no exception."""

@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.masks import packed_mask
 
 Arguments = dict[str, Any]  # of a call, by name
-Refusals = tuple[type[BaseException], ...]  # the exceptions that count as refusals
+Refused = tuple[type[BaseException], ...]  # the exceptions that count as refusals of a call
 
 TENSORS = (Tensor, torch.nn.Parameter)  # permitted types of results: another subclass could override comparisons
 
@@ -65,16 +65,14 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError whose message names an error that the implementation raised. Of a CUDA error, it has only the first
-    line.
-    """
+    """Return a KernelError with the class and message of an error that the implementation raised."""
     message = message_of(error)
-    sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message
+    sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message  # CUDA adds advice
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
 
 def invoke(
-    function: Callable[..., Any], args: Sequence[Any], arguments: dict[str, Any], refusals: Refusals | None = None
+    function: Callable[..., Any], args: Sequence[Any], arguments: dict[str, Any], refusals: Refused | None = None
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
@@ -132,7 +130,7 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_capturing() -> bool:
-    """Return True if a CUDA graph is being captured, while which the host must not wait for the GPU."""
+    """Return True during the capture of a CUDA graph, in which the host must not wait for the GPU."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -145,7 +143,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 def _is_refusal(
     error: BaseException,
-    refusals: Refusals | None,
+    refusals: Refused | None,
     signature: inspect.Signature | None,
     arguments: dict[str, Any],
     late: bool,
@@ -188,9 +186,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the name by which `--refusals` finds the class of an error; "" if the class is not in the module or package of
-    `function`.
-    """
+    """Return the name by which `--refusals` finds an error's class; "" if the class is of another package than `function`."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -226,38 +222,30 @@ def _of_arguments(error: TypeError) -> str:
 
 class _EquivalentForm(NamedTuple):
     words: str  # for "judged with ... instead"
-    change: Callable[[Arguments], Arguments]
-    omits: bool = False  # it removes an argument on which no result depends
-
-
-def _without(argument: str, words: str, omits: bool) -> _EquivalentForm:
-    return _EquivalentForm(
-        words, lambda arguments: {name: value for name, value in arguments.items() if name != argument}, omits
-    )
+    omitted: str = ""  # the argument that is left out
+    added: Callable[[Arguments], Arguments] = lambda _: {}  # returns further arguments of a call
 
 
 def _forms(interface: AttentionCall, arguments: Arguments, refusal: str, by_engine: bool) -> Iterator[_EquivalentForm]:
     named = set(re.findall(r"\w+", refusal))
     for name in OMITTED:
         if name in named and arguments.get(name) is not None:
-            yield _without(name, f"no {name}", True)
+            yield _EquivalentForm(f"no {name}", name)
     out_is_given = arguments.get("out") is not None
     if "out" in named and out_is_given and by_engine:  # elsewhere a check wants `out` itself judged
-        yield _without("out", "its result copied into the output", False)
+        yield _EquivalentForm("its result copied into the output", "out")
     if "out" in named and not out_is_given:
-        yield _EquivalentForm("an output handed out", functools.partial(_with_out, interface))
+        yield _EquivalentForm("an output handed out", added=functools.partial(_with_out, interface))
     takes_mask = interface is AttentionCall.DECODE and not arguments.get("enable_block_sparse_attention")
     if takes_mask and (arguments.get("q_len_per_req") or 1) > 1 and arguments.get("mask") is None:
         mask = functools.partial(_causal_mask, len(arguments["seq_lens"]), arguments["q_len_per_req"])
-        yield _EquivalentForm(
-            "the causal mask of its rows", lambda given: given | {"mask": mask(given["query"].device)}
-        )
+        yield _EquivalentForm("the causal mask of its rows", added=lambda given: {"mask": mask(given["query"].device)})
 
 
 def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
     query, problem = arguments["query"], CALL_TYPES[interface](**arguments).problem()
     shape = (*query.shape[:-1], problem.v_head_dim)
-    return arguments | {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
+    return {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
 
 
 @functools.cache  # a CUDA graph cannot build a mask during capture, and reads the same mask in each replay
@@ -269,10 +257,10 @@ def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
 class KernelCalls:
     """Makes the calls to an implementation in one case, and repeats a refused call with equivalent arguments."""
 
-    def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refusals | None = None) -> None:
+    def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refused | None = None) -> None:
         self.implementation, self.note, self.refusals = implementation, note, refusals
         self.count = 0  #: number of calls so far
-        self.needed: dict[Any, list[_EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
+        self.needed: dict[Any, Iterable[_EquivalentForm]] = {}  #: the forms with which calls of a shape were accepted
         #: a hint for each exception class of the implementation that it raised and that does not count as a refusal
         self.remarks: dict[str, None] = {}
 
@@ -295,9 +283,8 @@ class KernelCalls:
                 for name, value in arguments.items()
                 if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
             }
-        if prefix:
-            return self.invoke(interface, lambda **given: functools.partial(self.once, once(**given)), arguments)
-        return self.invoke(interface, once, arguments, by_engine=of_engine)
+        call = (lambda **given: functools.partial(self.once, once(**given))) if prefix else once
+        return self.invoke(interface, call, arguments, by_engine=of_engine and not prefix)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
         """Call `function` once with these arguments. Raises Unsupported if it refuses them, and KernelError if it fails."""
@@ -326,31 +313,30 @@ class KernelCalls:
         except Unsupported as refused:
             if refused.late or is_capturing():
                 raise
-            used: list[_EquivalentForm] = []
+            used: dict[str, _EquivalentForm] = {}  # by words
             last = reason = refused
             while True:
-                words = {each.words for each in used}
-                left = (each for each in _forms(interface, arguments, str(last), by_engine) if each.words not in words)
-                if (form := next(left, None)) is None:
+                forms = _forms(interface, arguments, str(last), by_engine)
+                if (form := next((each for each in forms if each.words not in used), None)) is None:
                     raise reason from None
-                used.append(form)
+                used[form.words] = form
                 try:
-                    returned = _made(interface, function, arguments, used)
+                    returned = _made(interface, function, arguments, used.values())
                 except Unsupported as again:
                     last = again
-                    reason = again if all(each.omits for each in used) else reason
+                    reason = again if all(each.omitted in OMITTED for each in used.values()) else reason
                 else:
-                    self.needed[key] = used
-                    self.note(f"{refused}{JUDGED_WITH}{' and '.join(each.words for each in used)} instead")
+                    self.needed[key] = used.values()
+                    self.note(f"{refused}{JUDGED_WITH}{' and '.join(used)} instead")
                     return returned
 
 
 def _made(
-    interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[_EquivalentForm]
+    interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Iterable[_EquivalentForm]
 ) -> Any:
     changed = arguments
     for form in used:
-        changed = form.change(changed)
+        changed = {name: each for name, each in changed.items() if name != form.omitted} | form.added(changed)
     returned = function(**changed)
     if returned is None:  # the function only wrote its result into `out`
         returned = changed.get("out")

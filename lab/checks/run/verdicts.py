@@ -113,9 +113,7 @@ class Judged:
     worst_ratio: float = 0.0  # largest ratio of an error to its bound
     judged: int = 0  # number of results that were compared
     results: tuple[CheckedResult, ...] = ()
-    output: SavedOutput | None = field(
-        default=None, repr=False, compare=False
-    )  # the first, of a case that may be audited
+    output: SavedOutput | None = field(default=None, repr=False, compare=False)  # the first output, for the audit
     remarks: tuple[str, ...] = ()  # notes for the reader, which do not change the outcome
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
@@ -178,7 +176,7 @@ class CaseVerdict:
 
 
 def fate_of(refusal: str) -> str:
-    """Return how a sentence about a refused call begins: "declined", or that the call was judged in an equivalent form."""
+    """Return words for what followed a refusal: "declined", or that the call was judged in an equivalent form."""
     return "judged in an equivalent form" if JUDGED_WITH in refusal else "declined"
 
 
