@@ -275,8 +275,8 @@ def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Return four tensors [requests] and the number of simulated elements. The tensors have for each request the mismatches of
-    the control, the mismatches of a kernel whose errors equal the judge's bound, the control's largest difference, and the
-    largest difference that the judge allows.
+    a right kernel (the control), the mismatches of a kernel whose errors equal the judge's bound, the control's largest
+    difference, and the largest difference that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:

@@ -112,7 +112,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> list[str]:
-    """Return words, such as "hnd", that distinguish this case from other cases of M1 with the same forward mode."""
+    """Return words, such as "hnd", that distinguish this case of check M1 from its other cases with the same forward mode."""
     is_frozen = case.draft_step == FROZEN_KV_STEP
     options = {
         f"frozen_kv/topk{case.topk}": is_frozen,

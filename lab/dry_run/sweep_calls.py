@@ -1,4 +1,4 @@
-"""Define the axes of the decode, context and MLA calls in the sweep, and make the calls that points describe.
+"""Define the axes of the decode, context and MLA calls in the sweep (`lab.dry_run.sweep`), and make the calls of points.
 
 An *axis* is an argument of a trtllm-gen call, with values that the kernels support and values that they do not. A *point* has
 one value for each axis, and so describes one call. Tensors are not initialised, so large ones take no memory.
@@ -294,7 +294,7 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_layout(
     point: Point, width: int, token_stride: int, head_stride: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (shape, strides) of a page in the layout of the point's cache, from the strides of a token and of a head."""
+    """Return (shape, strides) of a page in the cache's layout (HND or NHD), from the strides of a token and of a head."""
     sizes, strides = (point["page_size"], point["num_kv_heads"]), (token_stride, head_stride)
     step = 1 if "NHD" in point["cache"] else -1
     return (*sizes[::step], width), (*strides[::step], 1)

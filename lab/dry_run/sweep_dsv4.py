@@ -1,5 +1,5 @@
-"""Define the axes of DeepSeek-V4's call in the sweep, make the calls that points describe (see `lab.dry_run.sweep_calls`), and
-find pools that a launch misreads.
+"""Define the arguments of DeepSeek-V4's call that the sweep (`lab.dry_run.sweep`) varies, make the calls, and find pools that a
+launch misreads. Axes and points are explained in `lab.dry_run.sweep_calls`.
 
 The address of `sparse_indices` is not varied. The lab refuses an address that is not a multiple of 16 bytes, and the launcher
 accepts any address.

@@ -1,4 +1,6 @@
-"""Choose the points of the sweep. A point has one value for each axis (argument) of a trtllm-gen call."""
+"""Choose the calls on which the lab's rules are compared with FlashInfer's launcher (the sweep). A *point* describes one call:
+it has a value for each *axis*, which is an argument.
+"""
 
 import itertools
 import random
@@ -22,7 +24,7 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """How the sweep makes calls of one function: the axes with their values, and a function that makes a call of a point."""
+    """The calls of one function in the sweep (`lab.dry_run.sweep`): the values of each argument, and how a call is made."""
 
     model: Model  #: the axes of the call, with constraints on their values
     bases: tuple[Point, ...]  #: points that trtllm-gen supports. A random point differs from one of them on some axes.
@@ -57,7 +59,8 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points: each value of each axis alone, the combinations in `Model.triples`, and `drawn` random points."""
+    """Yield distinct points: each value of each argument alone, the combinations in `Model.triples`, and `drawn` random ones.
+    """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

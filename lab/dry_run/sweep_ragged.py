@@ -1,5 +1,5 @@
-"""Define the axes of the ragged context call in the sweep, and make the calls that points describe (see
-`lab.dry_run.sweep_calls`).
+"""Define the arguments of the ragged context call that the sweep (`lab.dry_run.sweep`) varies, and make the calls. Axes and
+points are explained in `lab.dry_run.sweep_calls`.
 """
 
 from collections.abc import Sequence
