@@ -59,8 +59,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points: each value of each argument alone, the combinations in `Model.triples`, and `drawn` random ones.
-    """
+    """Yield distinct points: each value of each argument alone, the combinations in `Model.triples`, `drawn` random points."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))
