@@ -110,6 +110,11 @@ def show(report: Report, console: Any) -> None:
     print_lines(console, notes(report))
 
 
+def details(report: Report) -> list[str]:
+    """Return the lines that `show` prints above and below the table of checks."""
+    return [*summary(report), *notes(report)]
+
+
 def check_table(report: Report) -> Table:
     """Return a table with one row per check and function. The column "worst" has the largest ratio of an error to its bound."""
     names = {key: check.name for key, check in checks_by_key().items()}

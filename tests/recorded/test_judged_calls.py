@@ -22,7 +22,7 @@ from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, listed
 from lab.references.assertion import truth_of_problem
-from lab.reports.judgement import notes, reproduction, summary
+from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
 from tests.recorded.record_calls import LENGTHS, OWN, decode_arguments, latent_arguments, several_rows
 from tests.recorded.write_calls import write_call
@@ -30,10 +30,6 @@ from tests.recorded.write_calls import write_call
 
 def _judged(recording: Path | str, **settings: Any) -> Report:
     return judge_calls(recording, device="cpu", isolated=False, **settings)
-
-
-def details(report: Report) -> list[str]:
-    return [*summary(report), *notes(report)]
 
 
 def _change_output(dumps: Path, number: int, change: Callable[[torch.Tensor], object]) -> None:
