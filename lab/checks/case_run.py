@@ -1,4 +1,4 @@
-"""Run one case: make the calls of a check to an implementation, and record each error in their results."""
+"""Run one case of a check: make its calls to an implementation, compare their results with the expected ones, record errors."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -52,8 +52,8 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """How a check calls an attention function: directly (WHOLE), or through the callable that `prepare_<name>` or
-    `plan_<name>` of the implementation returned earlier. The value is the prefix of that name.
+    """How a check calls an attention function: directly (WHOLE), or by a callable that the implementation's `prepare_<name>` or
+    `plan_<name>` returned earlier. The value is the prefix of that name.
     """
 
     WHOLE = ""
@@ -64,7 +64,8 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """What a call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features of this call. If it is None, errors are recorded with those of the last call.
+    `call` has the features (named properties such as `kv_len`) of this call. If it is None, errors are recorded with those of
+    the last call.
     """
 
     out: Tensor
@@ -76,7 +77,7 @@ class Result(NamedTuple):
 
 
 class Inputs(Protocol):
-    """A type with the inputs of a call: an attention function and its keyword arguments."""
+    """The inputs of a call: an attention function and its keyword arguments."""
 
     @property
     def interface(self) -> AttentionCall: ...
@@ -97,7 +98,7 @@ class GivenCall:
 
 
 class CaseRun:
-    """The judging of one case: makes its calls and collects errors. A method `expect...` records an error, and goes on."""
+    """The run of a check on one case: makes calls and collects errors. The methods `expect...` do not raise these errors."""
 
     def __init__(
         self,
@@ -129,14 +130,14 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of a case (None: `self.case`). The arguments `storage` replace fields of `case.storage`."""
+        """Build the tensors of a case (None: `self.case`). Values in `storage` replace fields of `case.storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Make the call of `inputs`, with `changes` replacing arguments. Return its results without padding rows.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Return its results without padding rows.
 
         Raises:
             Unsupported: the implementation refused the call and all equivalent calls.
@@ -162,7 +163,7 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Repeat a call that the implementation accepted before. If it is refused now, raise KernelError."""
+        """Repeat a call that the implementation accepted before. Raise KernelError if the implementation refuses it now."""
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -171,11 +172,11 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs` with `changes` replacing arguments, and compare its result with `expected`: within the
-        error bound of a `Truth`, or bit for bit with a `Result`. Return the result; None if the call is refused, fails or
-        is not made.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Compare its result with `expected`: within
+        the error bound of a `Truth`, or bit for bit with a `Result`. Return the result, or None if the call is refused, fails
+        or is not made.
 
-        If the call is `needed`, its refusal raises Unsupported. Otherwise it is recorded, and in a case with selected
+        If the call is `needed`, its refusal raises Unsupported. Otherwise its refusal is recorded, and in a case with selected
         pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
         """
         case, result = self.case, None
@@ -199,7 +200,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError of the `with` block, and an Unsupported unless `needed`, under the name `what`."""
+        """Record a KernelError that the `with` block raises, and an Unsupported unless `needed`. `what` names the call."""
         try:
             yield
         except Unsupported as refusal:
@@ -234,8 +235,8 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions as methods, for an engine to call, and with
-        `prepare_<name>` for each function that it offers in the `form`. Arguments at their default are not passed.
+        """Return an object with the implementation's attention functions, for an engine to call, and with `prepare_<name>` for
+        each function that the implementation offers in this call form. Arguments at their defaults are not passed.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -254,7 +255,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features of a call that is about to be made, and record later errors with them."""
+        """Read the features of a call that is about to be made. Later errors are recorded with them."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -294,9 +295,9 @@ class CaseRun:
         if result.lse is not None and result.out.shape == truth.expected.shape:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
-    def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
+    def expect_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
         """Expect that `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
-        self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
+        self._compared(what, "LSE", compare_lse(lse, made(truth)))
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
         """Expect that two outputs have the same bits. A `result` of None (its call failed) is not compared."""
@@ -304,7 +305,7 @@ class CaseRun:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
 
-    def _compared(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None) -> None:
+    def _compared(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None = None) -> None:
         if found.failure:
             self.wrongs.append(f"{what}: {found.failure}")
             self.is_misshapen |= found.wrong_rows is None
@@ -330,13 +331,13 @@ class CaseRun:
         self._note(what or IT_FAILED, "return", OutputComparison(failure))
 
     def decline(self, sentence: str) -> None:
-        """Record a sentence about a refused call once."""
+        """Record a sentence about a refused call, unless it is recorded already."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return a call's output or (output, LSE) with one row per query row. Raise KernelError for another type."""
+    """Convert what a call returned to one row per query row. Raise KernelError unless it is an output or (output, LSE)."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out

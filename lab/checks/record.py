@@ -1,6 +1,6 @@
-"""Read the JSON files of reports of the judge, and unite those of the shards of one run (`lab judge --shard 3/8`).
+"""Read the judge's report files (JSON), and merge the reports of all shards of a run (`lab judge --shard 3/8`).
 
-The reader builds only known dataclasses, enums and dtypes from the `repr` of a case, and evaluates no code.
+The reader builds only known dataclasses, enums and dtypes from the text of a case, and evaluates no code.
 """
 
 import ast
@@ -45,8 +45,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in the parsed JSON of a report, without `judged.results`. Raise ReportError if it is none, or was
-    written before cases had numbers.
+    """Yield the verdicts in the parsed JSON of a report; their `judged.results` are empty. Raise ReportError if the JSON is no
+    report, or one that was written before cases had numbers.
     """
     where = ""
     try:
@@ -176,9 +176,9 @@ def _built(node: ast.expr) -> Any:
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Return one report with the verdicts of all shards of a run, the worst one for each case. `out` is the file to which
-    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, and each shard
-    has ended.
+    """Merge the reports of all shards of a run into one report, with the worst verdict on each case. `out` is the file to which
+    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, and each shard has
+    ended.
     """
     by_path = {path: read_record(path) for path in paths}
     _check_shards(paths, by_path)

@@ -101,7 +101,7 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the verdicts that are wrong, failed or dishonest, of those that decide."""
+        """Yield the wrong, failed and dishonest verdicts; with a `profile`, only those on cases that this engine sends."""
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property
@@ -133,7 +133,7 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data. Without `is_diagnosed`, diagnosis and coverage are empty."""
+        """Return the report as JSON data. Without `is_diagnosed`, diagnosis and coverage are left empty."""
         return {
             **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,

@@ -1,5 +1,5 @@
-"""Write the answer of a report: whether the implementation is right, for which engines, and what was not judged. A
-documented corner is a case that a function's documentation allows and that no engine sends.
+"""Write the answer of a report: whether the implementation is right, for which engines, and what was not judged. A documented
+corner is a case that a function's documentation allows and that no engine sends.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a cas
 
 
 class NotJudged(NamedTuple):
-    """A clause of a report that says which cases or parameter values a run did not judge, and why, in full and in brief."""
+    """A clause of a report that says which cases or parameter values a run did not judge, and why."""
 
     full: str  # a clause that says what was not judged and because of whom
     brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
@@ -28,8 +28,8 @@ def answer(
 ) -> str:
     """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
 
-    If a `profile` is named, only cases that this engine sends decide. `is_whole` is True if the run judged enough for an
-    answer: all cases (at the quick level most of them) and each function.
+    If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged enough for
+    an answer: all cases (at the quick level most of them) and each function.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
@@ -53,7 +53,7 @@ def answer(
 
 
 def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]:
-    """Return the verdicts that decide whether a run is right: on cases that the engine `profile` sends, or all for ""."""
+    """Return the verdicts that decide whether a run is right: with a `profile`, those on cases that this engine sends."""
     return [verdict for verdict in verdicts if not profile or profile in verdict.sent_by]
 
 
@@ -62,7 +62,7 @@ def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Inter
 
 
 def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> str:
-    """Return the line of a report that gives the number of compared results, and says in full what was not judged."""
+    """Return the line of a report with the number of compared results and, in full, what was not judged."""
     judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
     counts = f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
     return f"compared: {counts}{''.join(f'; {each.full}' for each in not_judged)}"
@@ -108,8 +108,8 @@ def _of_cases(
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines, each with the verdicts on the cases that they send. Engines share a group if they send the
-    same cases, or if all their cases are right and no planned case was left out.
+    """Return groups of engines, each with the verdicts on the cases that these engines send. Engines share a group if they send
+    the same cases, or if all their cases are right and the run left no case out.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:
@@ -131,7 +131,7 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str, profile: str = ""
 ) -> Iterator[NotJudged]:
-    """Yield a clause for each reason why cases or parameter values were not judged. `chosen_by` names the level."""
+    """Yield a clause for each reason why cases or parameter values were not judged. `chosen_by` names the level of the run."""
     if left_out:
         yield NotJudged(left_out)
     several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged_functions(verdicts, "") else ()

@@ -104,7 +104,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features` and those that follow from lengths. `page_size` is `TILE` for a call without pages."""
+        """Return the given features and those that follow from lengths. Without pages, `page_size` is `TILE`."""
         of_requests = tuple(
             kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
             for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
@@ -114,7 +114,7 @@ class CallFeatures:
 
 
 def kept(read: Read) -> dict[str, Value]:
-    """Return features with values that rules can compare, without features that are None or False."""
+    """Convert the values of features to bool, int or str. Features that are None or False are left out."""
     return {name: plain for name, value in read.items() if (plain := _plain(value)) is not None and plain is not False}
 
 
@@ -187,14 +187,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "padding_rows": padding_rows > 0,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
-        **{f"{name}_tensor": isinstance(arguments.get(name), Tensor) for name in ("bmm1_scale", "bmm2_scale")},
-        "bmm1_scale_negative": bmm1_scale < 0,
-        "bmm2_scale_negative": bmm2_scale < 0,
         "bmm1_scale_1": bmm1_scale == 1,
-        "bmm1_scale_large": abs(bmm1_scale) > 1,
-        "bmm2_scale_large": abs(bmm2_scale) > 100,
-        "bmm1_scale_small": abs(bmm1_scale) < SMALL_SCALE,
-        "bmm2_scale_small": abs(bmm2_scale) < SMALL_SCALE,
         "bmm1_scale_unusual": not math.isclose(bmm1_scale, sizes["head_dim"] ** -0.5, rel_tol=1e-6),
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
@@ -214,6 +207,10 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "used_scratch": _used_scratch(arguments, query.device),
         **{name: Feature[name.upper()] in required for name in OF_PROBLEM},
     }
+    for name, scale, large in (("bmm1_scale", bmm1_scale, 1), ("bmm2_scale", bmm2_scale, 100)):
+        read[f"{name}_tensor"] = isinstance(arguments.get(name), Tensor)
+        read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
+        read[f"{name}_small"] = abs(scale) < SMALL_SCALE
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
@@ -304,7 +301,7 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 class CallLog:
-    """The attention calls of one case so far. `read` compares a new call with them, and returns features."""
+    """The attention calls of one case so far, with which a new call is compared."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -313,9 +310,7 @@ class CallLog:
         self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, Any]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return features that compare it with the first call of equal shapes, and say which tensors
-        were written.
-        """
+        """Record a call, and return features that compare it with earlier calls: changed values and written tensors."""
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
         if (log2 := given.get("bmm1_scale_log2")) is not None:
@@ -356,8 +351,9 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of a call that is about to be made, and record it in `log`. A feature of the call replaces one of
-    `around`, the features of the case. If `lab.calls` refuses the arguments, the call has only those of `CallLog.read`.
+    """Return the features of a call that is about to be made, and record the call in `log`. Features of the call replace those
+    in `around`, the features of its case. If `lab.calls` refuses the arguments, the call adds only the features of
+    `CallLog.read`.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -1,7 +1,7 @@
 """Diagnose the verdicts of a run: what is broken, where, and the smallest case that shows it.
 
-A rule, such as `has_window and q_len >= 2`, is a conjunction of literals. Each is a test of a feature (named property).
-A region is all results (comparisons in a case) of one kind in `HELD`, such as "output", for which a rule holds.
+A feature is a named property of a call, such as `q_len`. A rule, such as `has_window and q_len >= 2`, is a conjunction of
+literals, which are tests of one feature. A region is all results of one kind, such as outputs, for which a rule holds.
 """
 
 import math
@@ -120,7 +120,7 @@ class Region:
 
 
 def within(sentence: str) -> str:
-    """Return a sentence so that it can continue another sentence."""
+    """Return the sentence with a small first letter, unless it begins with "NaN", so that it can continue another sentence."""
     return sentence if sentence.startswith("NaN") else sentence[0].lower() + sentence[1:]
 
 
@@ -158,8 +158,8 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "", *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts, with the lines `answer` and `reach` of `lab.checks.explain.answer`. Known
-    failures and declined cases are not diagnosed. If a verdict is dishonest, the diagnosis has only the answer.
+    """Return the diagnosis of a run's verdicts. `answer` and `reach` are the lines that `lab.checks.explain.answer` writes.
+    Known failures and declined cases are not diagnosed. If a verdict is dishonest, the diagnosis has only the answer.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -234,7 +234,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
             whole = of_any_request(shared, [features for features, _ in parts])
             shared = _features_of(verdict) if by_case else _without_places(whole)
         no_request_is_wrong = result.wrong and not any(is_wrong for _, is_wrong in parts)
-        if is_alone or not counts or no_request_is_wrong:
+        if is_alone or no_request_is_wrong:
             parts = []
         case = cases.setdefault(id(verdict), len(cases))
         for features, is_wrong in parts or [({}, result.wrong)]:
@@ -244,9 +244,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of kind `held` follow from errors that are already explained: a share `EXPLAINED` of the wrong
-    `units` lies inside `regions` of earlier kinds, and for "LSE", the output is wrong in most of the calls with a wrong
-    LSE.
+    """Return True if errors of kind `held` follow from errors of earlier kinds: a share `EXPLAINED` of the wrong `units` lies
+    inside the `regions` of these kinds. For "LSE", the output must also be wrong in most of the calls with a wrong LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -266,7 +265,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of one kind where a rule holds, and the number of wrong results outside."""
+    """Return the regions of one kind of results, and the number of wrong results outside of all these regions."""
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
@@ -334,8 +333,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names checks without an error of their own: in each of their wrong cases,
-    the first call is wrong already. A first call that fails does not count.
+    """Return for each function a sentence that names the checks without an error of their own: in each wrong case of these
+    checks, the first call is already wrong. A first call that fails does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

@@ -1,11 +1,11 @@
 """Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
 A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
-conjunction of at most three literals. A unit is one request of a compared result, or a whole one; it is wrong or right.
+conjunction of at most three literals. A unit is one request of a compared result, or a whole result; it is wrong or right.
 
-A literal costs fewer bits if a reader understands its feature easily. The cost of a rule is that of its literals plus
-the entropy of wrong and right units inside the rule (where it holds) and outside. Rules are added while each reduces
-the total number of bits, so that several bugs get several rules.
+A literal costs fewer bits if a reader understands its feature easily. The cost of a rule is the cost of its literals plus the
+entropy of wrong and right units, inside the rule (where it holds) and outside. Rules are added while each reduces the total
+number of bits, so that several bugs get several rules.
 """
 
 import math
@@ -54,7 +54,7 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return for which units the test is true: bool [units]. `units` has their features."""
+        """Return for which units the test is true, bool [units]. `units` has the features of each unit."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -64,8 +64,8 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return at most `MOST_RULES` rules that separate wrong units from right ones, the most informative rule first. A
-    single rule without literals means that results are wrong everywhere. `cases` has the number of the case of each unit.
+    """Return at most `MOST_RULES` rules that separate wrong units from right ones, the most informative rule first. A single
+    rule without literals means that results are wrong everywhere. `cases` has the case number of each unit.
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
@@ -74,12 +74,13 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule of `find_rules` without uncertain literals. If it holds for fewer than `FEW` wrong results, a literal
-    must exclude at least `FEW` results, and there is at most one literal per wrong result. A literal also stays if two
-    configurations show that it is needed: a wrong unit for which the rule holds, and a right one that lacks a single
-    parameter value of the wrong unit, and for which this literal alone is false.
+    """Remove literals that too few results support from a rule that holds for fewer than `FEW` wrong results.
 
-    `result_of` is int [len(units)], the number of the result to which each unit belongs.
+    A literal stays if it excludes at least `FEW` results, but a rule has at most one literal per wrong result. A literal also
+    stays if a pair of configurations needs it: a wrong unit for which the rule holds, and a right unit for which only this
+    literal is false and that has the same parameter values without one of them.
+
+    `result_of`, int [units], has the result number of each unit.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -107,8 +108,8 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the units among which rules are searched: of more than `MOST_UNITS` wrong or right
-    units, every second, third and so on. The n units of one case weigh sqrt(n + 8) together, because they are not
+    """Return the indices and weights of the units among which rules are searched. Of more than `MOST_UNITS` wrong or right
+    units, every second, third and so on is taken. The n units of one case weigh sqrt(n + 8) together, because they are not
     independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
@@ -123,9 +124,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals,
-    groups]. `bad` and `good` are the weights of the wrong and of the right units in each group, `costs` the bits of each
-    literal.
+    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals, groups].
+    `bad` and `good` are the weights of the wrong and right units in each group. `costs` has the bits of each literal.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -188,7 +188,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Return the rule `chosen` without negated literals that may exclude only units that are right by chance."""
+        """Remove negated literals that may exclude only units that are right by chance."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -196,9 +196,7 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule `feature is true` that holds for all wrong units and excludes right ones not by chance,
-        or ().
-        """
+        """Return the cheapest rule of one condition for all wrong units, or () if it may exclude right ones by chance."""
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -207,7 +205,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the rule of one literal with the lowest cost that holds for all wrong and few right units, or ()."""
+        """Return the cheapest rule of one literal that holds for all wrong units and for few right units, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -215,7 +213,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals that saves most bits; () if none saves any."""
+    """Return the rule of at most three literals that saves the most bits, or () if none saves any."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if not len(holds):
@@ -256,8 +254,9 @@ def _bits(bad: Any, good: Any) -> Any:
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units, where they hold (bool [literals, units]), and their costs
-    in bits. Of literals that hold for the same units, the cheapest is kept; of these, the first in `FEATURES`.
+    """Return the literals that hold for some but not all units, the units for which they hold (bool [literals, units]), and
+    their costs in bits. Of literals that hold for the same units, the cheapest is kept, and of equally cheap ones the first in
+    `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}

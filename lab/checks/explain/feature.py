@@ -100,8 +100,8 @@ class Number:
 class Choice:
     """A feature with one of several names as its value, such as a dtype. In words: "wherever <text> is <name>".
 
-    If `kinds` is given, a name is the name of one of its members in lower case, and the words show the member's value, up
-    to the first colon of the value, instead of the name.
+    `kinds` is an enum or None. With an enum, the value is a member's name in lower case, and the words show the member's value
+    up to its first colon.
     """
 
     text: str
@@ -130,7 +130,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a whole call: conditions that are true for any request, and the largest numbers."""
+    """Merge the features of requests into those of their call. A condition holds for any request; a number is the largest."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -139,7 +139,7 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return the first, the last, and the first step above each power of 2, because kernels change their code there."""
+    """Return the first number, the last, and the first above each power of 2, because kernels change their code there."""
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

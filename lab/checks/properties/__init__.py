@@ -1,5 +1,5 @@
-"""The checks of the judge. Each module is one check, such as K4 (poison). The docstring of a module says which errors its check
-finds that a test with random data does not show.
+"""The checks of the judge, which tests attention kernels for correctness. Each module is one check, such as K4 (poison). Its
+docstring says which errors the check finds.
 """
 
 import functools
@@ -11,10 +11,10 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks K1 to S2, sorted by key, without R1 (recorded calls) and the checks of the module `invariance`.
+    """Return the checks K1 to S2, sorted by key. R1 (recorded calls) and the checks of the module `invariance` are left out.
 
-    K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
-    a draft, M1 to M3 forward passes, and S1 and S2 graph replays.
+    K1 to K15 judge single attention calls, K16 and K17 the metadata of a batch, and K18 combinations of arguments. L1 judges
+    the KV index lists of a speculative draft, M1 to M3 forward passes, and S1 and S2 CUDA graph replays.
     """
     modules = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = (module.CHECK for module in modules if hasattr(module, "CHECK"))
@@ -23,7 +23,7 @@ def checks() -> tuple[Check, ...]:
 
 @functools.cache
 def checks_by_key() -> dict[str, Check]:
-    """Return all checks by key: `checks()`, R1 (recorded calls), and the checks of the module `invariance`."""
+    """Return all checks by key: those of `checks()`, R1 (recorded calls), and those of the module `invariance`."""
     recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
     factors = importlib.import_module(f"{__name__}.invariance").FACTORS
     return {check.key: check for check in (*checks(), recorded, *factors)}

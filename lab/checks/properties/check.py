@@ -1,4 +1,4 @@
-"""A check: one test of the judge, with a key such as K4, its cases, and the function that judges a case."""
+"""The class of the judge's checks: a check has a key such as K4, test cases, and a function that judges a kernel on a case."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ QUICK_BUILDS = 8  # kernels that the quick level compiles: as many as there are 
 
 
 class Level(NamedEnum):
-    """How many cases a run judges."""
+    """How many cases a run of the judge has."""
 
     QUICK = "quick"  # the most informative cases, then the cases of SMOKE until the time is over
     SMOKE = "smoke"  # few cases
@@ -30,7 +30,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check needs to make its fixed cases: the function to judge, the values of each parameter, and the level."""
+    """The arguments of a check's fixed (not random) cases: the function, the values of each parameter, and the level."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have
@@ -45,12 +45,12 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield random attention cases in which each value of a parameter occurs equally often."""
+        """Yield `smoke` or `full` random cases, by level. All values of a parameter occur equally often."""
         num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
-        """Return the case with the fewest heads that the ranges allow, so that it runs faster."""
+        """Return the case with the fewest heads in the ranges, so that it runs faster."""
         if case.is_mla:
             return replace(case, group=min(self.ranges.mla_heads))
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
@@ -65,7 +65,7 @@ def itself(case: AttentionCase) -> AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: cases that reveal one kind of error, and the function that judges a case."""
+    """A check of the judge: cases that reveal one kind of kernel error, and a function that judges a kernel on a case."""
 
     key: str  #: the check's short name, such as "K4"
     doc: str | None  #: the docstring of the check's module. Its first line says which errors the check finds.
@@ -88,7 +88,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """Return the name in snake_case, such as "poison"; the key for a check that no command names."""
+        """Return the check's name in snake_case, such as "poison", or its key if it has no name."""
         return CHECKS.get(self.key, self.key)
 
     @property
@@ -96,7 +96,7 @@ class Check:
         return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed (not random) cases for a function. Only those of a check with `more` (K18) depend on the shard."""
+        """Return the fixed (not random) cases for a function. Only the cases of check K18 depend on the shard."""
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases

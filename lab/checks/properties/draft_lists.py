@@ -1,7 +1,8 @@
-"""Find a draft's K/V lists with a wrong cell, a missing cell, or a cell that is written outside the lists.
+"""Find wrong or missing elements in the KV index lists of a speculative draft, and writes outside these lists.
 
-Most cells of long lists are never read in a test, so a missing block or a store beyond a list is not noticed. Here every cell
-of every buffer, including guard cells, is compared with loops over requests, branches and tokens.
+A test reads few elements of long lists, so that it misses a wrong block of elements, or a write after the end of a list. This
+check compares every element of every buffer, guard elements included, with the result of loops over requests, branches and
+tokens.
 """
 
 from collections.abc import Iterator
@@ -52,10 +53,12 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
     return not wrongs
 
 
-def draft_lists_case(of: Configuration) -> DraftListsCase:
+def judge_lists(run: CaseRun) -> None:
+    """Judge the KV index lists of the draft that `run.case` describes, then the lists of another draft in the same buffers."""
+    of: Configuration = run.case
     given = {name: value for name, value in of.values.items() if name in DraftListsCase.__dataclass_fields__}
     given |= {"dtypes": {name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES}}
-    return DraftListsCase(
+    case = DraftListsCase(
         lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
         repeated=of["rows"] == "one for all",
@@ -63,11 +66,6 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
         entries_are_pages=of["entries"] == "pages",
         **given,
     )
-
-
-def judge_lists(run: CaseRun) -> None:
-    """Judge the lists of the draft that `run.case` describes, then those of another draft in the same buffers, cell by cell."""
-    case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})
     # Both are built before the call: if a device lacks the memory for them, the case is not judged.

@@ -1,13 +1,15 @@
 """Find a call that is right in a unit test and wrong in an engine's forward pass.
 
-The check makes passes in all forward modes, from token histories to outputs. Calls get an engine's pool, metadata, padding and
-offsets. The smoke level judges a small synthetic geometry. The full level covers every pair of settings (geometry, page size,
-window, tensor-parallel slice, contents), and every combination of mode, geometry and page size.
+The check makes forward passes in all forward modes of an engine. It writes each request's tokens into a paged K/V pool, builds
+the metadata, and calls the kernel with an engine's padding and offsets. The smoke level judges a small synthetic model. The
+full level covers every pair of settings (model, page size, sliding window, tensor-parallel size, tensor contents), and every
+combination of mode, model and page size.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +41,7 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield passes of the geometry `name` in each mode that the MHA backend runs. Some prefixes end at a page edge or one token
-    from it; those in `long` are longer than the window.
-    """
+    """Yield passes of a model in each forward mode of the MHA backend. The prefixes in `long` exceed the sliding window."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
         return ForwardCase(mode, name, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **settings)
@@ -103,7 +103,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield vLLM's decodes and verifications: padded as in a CUDA graph, or of a decode call and a context call."""
+    """Yield passes as vLLM makes them: padded as in a CUDA graph, or split into a decode call and a context call."""
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
     def case(engine: Engine, q_lens: Sequence[int], threshold: int = 1, **settings: Any) -> ForwardCase:
@@ -130,7 +130,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield passes of MiniMax-M3 (block-sparse). One row sees one page more than it can select."""
+    """Yield passes of MiniMax-M3's block-sparse attention. One query row sees one page more than it may select."""
     dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
@@ -139,9 +139,7 @@ def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[Forwar
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield passes whose query is cast to e4m3 over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it. Over NVFP4, also
-    yield decodes without the cast, as XQA needs it.
-    """
+    """Yield passes with an e4m3 query over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it."""
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
         (ForwardMode.DECODE, (1,) * 4),
@@ -156,7 +154,7 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
         case = ForwardCase(mode, ranges.tiny, prefixes, q_lens, page_size=page_size, sliding_window=window, **dtypes)
         yield case
         if kv_dtype == NVFP4 and case.interface is AttentionCall.DECODE:
-            yield replace(case, query_dtype=None)
+            yield replace(case, query_dtype=None)  # as XQA needs it
         if kv_dtype == E4M3 and mode is ForwardMode.EXTEND:  # its last request is a tail
             yield replace(case, split_mixed_tail=True)
 
@@ -170,7 +168,7 @@ def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
 
 
 def pass_dtypes(pair: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    """Return the dtype fields of a pass case. An e4m3 query is cast from bf16."""
+    """Return the dtype fields of a `PassCase` for the pair (query dtype, K/V dtype). An e4m3 query is cast from bf16."""
     query, kv_dtype = pair
     cast = {"dtype": torch.bfloat16, "query_dtype": E4M3} if query == E4M3 else {"dtype": query}
     return cast | {"kv_dtype": kv_dtype}
@@ -182,7 +180,7 @@ def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield passes that cover all pairs of settings, and all triples of mode, geometry, and page size or sliding window."""
+    """Yield passes that cover all pairs of settings, and all triples of pass, model, and page size or sliding window."""
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
@@ -223,22 +221,21 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Expect the output that is computed from the requests' K/V histories, unchanged inputs, and no write around the output."""
+    """Run a pass. Expect the output that follows from the requests' K/V histories, and no write to anything else."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
     try:
         forward.run(run.engine(), out)
         run.expect_close("the pass", Result(forward.rows_of_requests(out), None), truth)
-        others: dict[str, tuple[CallForm, Callable[[EnginePass, Any, Tensor], object]]] = {}
-        if CallForm.PREPARED in run.forms:
-            others["the pass, by whole calls"] = CallForm.WHOLE, lambda forward, *given: forward.run(*given)
+        others = {"the pass, by whole calls": CallForm.WHOLE} if CallForm.PREPARED in run.forms else {}
         for form in run.forms[1:] if not getattr(forward, "shards", ()) else ():
-            others[f"the pass, {form.name.lower()} on other contents"] = form, _made_before
-        for what, (form, make) in others.items():
+            others[f"the pass, {form.name.lower()} on other contents"] = form
+        for what, form in others.items():
             unwritten(out)
+            make = forward.run if form is CallForm.WHOLE else partial(_made_before, forward)
             with run.noting(what):
-                make(forward, run.engine(form), out)  # each engine has a workspace, of 520 MiB on a GPU
+                make(run.engine(form), out)  # each engine has a workspace, of 520 MiB on a GPU
                 run.expect_close(what, Result(forward.rows_of_requests(out), None), truth)
     except Unsupported as declined:
         if declined.late:

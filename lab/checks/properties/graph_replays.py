@@ -1,13 +1,12 @@
-"""Find a pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
+"""Find a pass that is right eagerly and wrong in a graph replay: old lengths or pages, moved buffers, padding that is used.
 
-Each case is a short series of graph replays, eager passes and overwritten buffers, in a forward mode that an engine captures.
-Each replay must give the metadata of `lab.references.forward_metadata` and the output that is computed from the requests' K/V
-histories, whatever ran before it. On a CPU a replay is simulated: the calls are made again.
+A case is a short sequence of graph replays, eager passes and overwritten buffers, in a forward mode that engines capture. Each
+replay must give the metadata of `lab.references.forward_metadata`, and the output that follows from the requests' K/V
+histories, whatever ran before. On a CPU, a replay makes the captured calls again.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice, product
 
 import torch
@@ -32,7 +31,7 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (mode, sequence, turn) of the graph replays of a level. By `turn` a caller chooses further settings."""
+    """Yield (graph mode, replay sequence, turn) for a level. A caller varies its other settings by the integer `turn`."""
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
         return
@@ -82,7 +81,8 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the replay sequence of a case on new requests and a new graph runner, which `make` returns. Record the first error.
+    """Run the replay sequence of a case, and record its first error. `make` returns the graph runner, which captures and
+    replays passes.
 
     Raises:
         Unsupported: the implementation refuses a call at capture.
@@ -107,16 +107,15 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
         run.expect(what, wrong, kind="output")
 
 
-def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Iterator[str]:
-    for number, batch in enumerate(batches):
-        for wrong in fixture.wrongs(batch, fixture.replay(batch)):
-            yield f"replay {number}: {wrong}"
-
-
 def _wrongs(sequence: ReplaySequence, fixture: ReplayFixture) -> Iterator[str]:
-    """Run a replay sequence, and yield a sentence for each error. A caller stops it at its first one."""
-    short, edge, across, longest = fixture.lengths
-    replayed, batch_of = partial(_replayed, fixture), fixture.batch
+    """Run a replay sequence, and yield a sentence for each error."""
+
+    def replayed(*batches: ForwardBatch) -> Iterator[str]:
+        for number, batch in enumerate(batches):
+            for wrong in fixture.wrongs(batch, fixture.replay(batch)):
+                yield f"replay {number}: {wrong}"
+
+    batch_of, (short, edge, across, longest) = fixture.batch, fixture.lengths
     match sequence:
         case ReplaySequence.CAPTURED_BELOW_Q:
             # A graph is captured with padding requests only, which may have fewer keys than query rows.

@@ -1,8 +1,8 @@
-"""Test whether the bits of an output depend on a factor, such as the batch size, with one check for each factor.
+"""Test whether the bits of an output depend on a factor, such as the batch size. Each factor has a check.
 
-A case makes a base call, and variants of this call that differ only in the factor. A variant with other bits is recorded as a
-`BitDifference`; it is wrong only if its error exceeds the bound. All calls of a case have the same host bound of the keys,
-except for the factor "bounds". The first request is the longest in every variant.
+A case makes a base call, and variants of this call that differ from it only in the factor. If the bits of a variant's output
+differ, a `BitDifference` is recorded. The result is wrong only if its error exceeds the bound. All calls of a case have the
+same host bound of lengths (`max_seq_len`), except for the factor "bounds". The first request is the longest in every variant.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from lab.calls import CALL_TYPES, AttentionCall
+from lab.calls import CALL_TYPES
 from lab.calls.allowed import CHOICES
 from lab.calls.problem import LATENT_CALLS
 from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.parameters.models import FAMILIES, MODELS
+from lab.checks.parameters.paged_axes import DECODES
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k06_workspace import filled, scratch_of
 from lab.checks.properties.k07_batch import another_query, batch_sizes, positions
@@ -142,30 +143,27 @@ def _tactics(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 # Functions with attention cases or ragged cases.
 _EVERY: tuple[Interface, ...] = tuple(call for call in FAMILIES if call in PAGED_CALLS or call not in LATENT_CALLS)
-_DECODES: tuple[Interface, ...] = (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
 _ROWS_PER_CALL = (
     "how many query rows of a request one call has: a verification of n tokens or n decodes, a whole prefill or the chunks of "
     "this prefill"
 )
-_FACTORS: tuple[tuple[str, str, Variants, tuple[Interface, ...]], ...] = (
-    ("batch-size", "the number of requests in the batch", _batch_sizes, _EVERY),
-    ("position", "the place of a request in the batch", lambda _, inputs: positions(inputs), _EVERY),
-    ("neighbours", "the contents and lengths of the other requests", _neighbours, _EVERY),
-    ("bounds", "max_seq_len or max_kv_len, max_q_len, and the width of the page table", bounds, _EVERY),
-    ("page-order", "which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
-    ("page-size", "the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
-    ("rows-per-call", _ROWS_PER_CALL, lambda _, inputs: chain(single_rows(inputs), halves(inputs)), _EVERY),
-    ("cuda-graph", "an eager call, or a replay of its CUDA graph", _graphs, _EVERY),
-    ("workspace", "the contents of the workspace", _workspaces, _EVERY),
-    (
-        "repeated-runs",
-        "how often the same call was made before, and which other calls were made before",
-        _repeats,
-        _EVERY,
-    ),
-    ("tactic", "the backend, and the other arguments that select one of several kernels", _tactics, _DECODES),
-)
-FACTORS = tuple(
-    Check(name, meaning, partial(_cases, name), partial(_judge, variants=variants), interfaces, kinds=())
-    for name, meaning, variants, interfaces in _FACTORS
+_REPEATED = "how often the same call was made before, and which other calls were made before"
+
+
+def _factor(name: str, meaning: str, variants: Variants, interfaces: tuple[Interface, ...] = _EVERY) -> Check:
+    return Check(name, meaning, partial(_cases, name), partial(_judge, variants=variants), interfaces, kinds=())
+
+
+FACTORS = (
+    _factor("batch-size", "the number of requests in the batch", _batch_sizes),
+    _factor("position", "the place of a request in the batch", lambda _, inputs: positions(inputs)),
+    _factor("neighbours", "the contents and lengths of the other requests", _neighbours),
+    _factor("bounds", "max_seq_len or max_kv_len, max_q_len, and the width of the page table", bounds),
+    _factor("page-order", "which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
+    _factor("page-size", "the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
+    _factor("rows-per-call", _ROWS_PER_CALL, lambda _, inputs: chain(single_rows(inputs), halves(inputs))),
+    _factor("cuda-graph", "an eager call, or a replay of its CUDA graph", _graphs),
+    _factor("workspace", "the contents of the workspace", _workspaces),
+    _factor("repeated-runs", _REPEATED, _repeats),
+    _factor("tactic", "the backend, and the other arguments that select one of several kernels", _tactics, DECODES),
 )

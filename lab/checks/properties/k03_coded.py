@@ -1,8 +1,8 @@
-"""Find a row that sees a wrong key or misses a key, and exchanged pages, heads or positions.
+"""Find a query row that uses a wrong key or omits a key, and exchanged pages, heads or positions.
 
-With random data each key weighs 1/length, and one key more or less is hidden by rounding. Here zero queries over values that
-encode their position make the output a count of the keys that were seen. Needles (a few keys that outweigh all others) are
-placed at the first and last keys that each row sees, and just outside.
+With random data each key weighs 1/kv_len, so that rounding hides one key more or less. In some cases of this check the query is
+zero and each value encodes its position, so that the output counts the keys. In the other cases, needles (a few keys that
+outweigh all others) lie at the first and last keys that each row sees, and just outside.
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,18 @@ MOST_COUNTED = 200  # most keys of a request of counted keys: one key more chang
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for case in scope.balanced(8, 48, seed=4):
         yield replace(case, contents=Contents.NEEDLES)
-        yield _few_keys(case)
+        lengths = [length for length in edge_lengths(case.page_size, MOST_COUNTED) if length >= max(case.q_lens)]
+        kv_lens = tuple(lengths[(case.seed + 3 * request) % len(lengths)] for request in range(len(case.q_lens)))
+        yield replace(case, kv_lens=kv_lens, contents=Contents.COUNTED)
     for case in scope.balanced(1, 4, seed=19):
-        yield _long(case if case.is_mla else scope.on_fewest_heads(case))
+        case = case if case.is_mla else scope.on_fewest_heads(case)
+        kv_lens = (LONG + case.page_size // 2 + 1, case.kv_lens[1])
+        yield replace(case, kv_lens=kv_lens, q_lens=case.q_lens[:2], window_left=-1, contents=Contents.NEEDLES)
     if scope.interface is not AttentionCall.MLA_DECODE and True in scope.ranges.windows:
         for case in scope.balanced(4, 24, seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)
             window_left = edges[case.seed % len(edges)]
             yield replace(case, window_left=window_left, contents=Contents.NEEDLES)
-
-
-def _long(case: AttentionCase) -> AttentionCase:
-    kv_lens = (LONG + case.page_size // 2 + 1, case.kv_lens[1])
-    return replace(case, kv_lens=kv_lens, q_lens=case.q_lens[:2], window_left=-1, contents=Contents.NEEDLES)
-
-
-def _few_keys(case: AttentionCase) -> AttentionCase:
-    lengths = [length for length in edge_lengths(case.page_size, MOST_COUNTED) if length >= max(case.q_lens)]
-    kv_lens = tuple(lengths[(case.seed + 3 * request) % len(lengths)] for request in range(len(case.q_lens)))
-    return replace(case, kv_lens=kv_lens, contents=Contents.COUNTED)
 
 
 def _judge(run: CaseRun) -> None:

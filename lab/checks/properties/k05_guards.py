@@ -1,13 +1,17 @@
 """Find writes outside the given tensors, reads beyond the end of a vector that change a result, and changed inputs.
 
-A store one row too far writes memory that other tests do not look at. Here output, LSE and workspace lie between guard bytes,
-sinks and lengths lie between values that would change the result, and every input must be unchanged after the call.
+A test that ignores the memory after a tensor misses a store one row too far. Here output, LSE and workspace lie between guard
+bytes. Sinks and lengths lie between values that would change the result. Every input must be unchanged after the call.
 """
 
-import torch
+from typing import Any
 
-from lab.checks.case_run import CaseRun, GivenCall
+import torch
+from torch import Tensor
+
+from lab.checks.case_run import CaseRun, GivenCall, Inputs
 from lab.checks.properties.check import Check, itself
+from lab.references.errors import Truth
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
@@ -26,16 +30,21 @@ def _judge(run: CaseRun) -> None:
     run.expect_close("inputs among guards", result, truth)
     run.expect("around the workspace", wrong_guards("the workspace", around_workspace))
 
-    out, around_out = guarded(inputs.new_out())
-    into_out = run.vary("out", inputs, out=out)
-    if into_out is not None:
-        run.expect_close("into out", into_out._replace(out=out.view(result.out.shape)), truth)
-        run.expect("around out", wrong_guards("out", around_out))
+    expect_into_out(run, inputs, inputs.new_out(), truth)
     lse, around_lse = guarded(unwritten(torch.empty(truth.lse_log2.shape, device=run.device)))
     if run.vary("lse", inputs, lse=lse, return_lse=True) is not None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))
     run.expect_unchanged("the inputs", inputs.tensors(), before)
+
+
+def expect_into_out(run: CaseRun, inputs: Inputs, out: Tensor, truth: Truth, **changes: Any) -> None:
+    """Make a call with `out` between guard bytes. Expect the right output in it, and no write around it."""
+    out, around = guarded(out)
+    result = run.vary("out", inputs, out=out, **changes)
+    if result is not None:
+        run.expect_close("into out", result._replace(out=out.view(truth.expected.shape)), truth)
+        run.expect("around out", wrong_guards("out", around))
 
 
 CHECK = Check("K5", __doc__, lambda scope: scope.balanced(6, 32, seed=7), _judge, drawn=itself)

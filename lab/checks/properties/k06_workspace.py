@@ -1,8 +1,8 @@
 """Find a workspace whose counters are not zero after a call, or whose contents change a result.
 
-An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters, zero before and after a call
-(those of trtllm-gen are in `multi_ctas_kv_counter_buffer`); the scratch after them may hold anything. A test that zeroes both
-before each call finds no error. A call with another workspace must not write to that of earlier calls.
+An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters, which are zero before and after a
+call; trtllm-gen's counters are in `multi_ctas_kv_counter_buffer`. The scratch memory after the counters may hold anything. A
+test that zeroes the workspace before each call finds no error. A call must not write to the workspace of an earlier call.
 """
 
 from collections.abc import Iterator
@@ -62,9 +62,7 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call with NaN, then with large values, in the scratch of its workspace. Expect the bits of `first`, and return
-    the scratch. If the kernel `counts`, the workspace begins with its counters.
-    """
+    """Repeat a call with NaN, then large values, in its workspace's scratch, which is returned. Expect the bits of `first`."""
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):
         run.expect_equal_bits(what, run.again(call), first)
@@ -72,7 +70,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the bytes after a workspace's counters; all bytes if the kernel has no counters and wrote the first bytes."""
+    """Return the bytes after a workspace's counters; all bytes if the kernel has no counters and wrote to the first bytes."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counts and semaphores.any() else scratch
 
@@ -84,7 +82,7 @@ def filled(scratch: Tensor) -> Iterator[str]:
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with another workspace. Expect the bits of `first`, and no write to `scratch` of the earlier workspace."""
+    """Repeat a call with another workspace. Expect the bits of `first`, and no write to the first workspace's `scratch`."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

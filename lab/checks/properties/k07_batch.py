@@ -1,8 +1,8 @@
-"""Find a request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or tables.
+"""Find a request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or page tables.
 
-If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
-in another order, and twice in a batch. If the data of one request change, no bit of another request's output may change.
-Finally, all requests share their first two pages, or one or two pages in turn, like requests with a cached prefix.
+In a test with equal lengths and one page table, an exchanged request is often right by chance. Here each request is computed
+alone, in another order, and twice in a batch. A change of one request's query must not change a bit of another request's
+output. Finally, all requests share their first two pages, or one and two pages in turn, like requests with a cached prefix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
-    """Yield calls with other numbers of requests: request 0 alone, and for each n of `times` the batch n times in one call."""
+    """Yield calls with other batch sizes: request 0 alone, and for each n in `times` the whole batch n times in one call."""
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:
@@ -54,7 +54,7 @@ def positions(inputs: CallInputs) -> Iterator[Variant]:
 
 
 def another_query(inputs: CallInputs) -> Variant:
-    """Return the call with another query of request 0, on which the results of no other request depend."""
+    """Return the call with another query of request 0. The results of all other requests must not depend on this query."""
     rows = inputs.q_lens[0]
     query, others = inputs.query.clone(), torch.arange(len(inputs.query), device=inputs.query.device)
     query[:rows] = rounded(query[:rows].to(torch.float32) * -2.0, query.dtype)

@@ -1,8 +1,8 @@
-"""Find a verify of n tokens that differs from n decodes: a wrong mask, or rows that see too many or too few draft tokens.
+"""Find a verification of n draft tokens that differs from n decodes: a wrong mask, or too many or too few draft tokens.
 
-Among thousands of random keys the few draft tokens weigh almost nothing, so the results with a causal mask and with a full mask
-agree within fp8 tolerance. Here each row is computed again as a call of one row with its shorter length, over needles (a few
-keys that outweigh all others) at the first and last keys that the row sees.
+Among thousands of random keys the few draft tokens weigh almost nothing, so that outputs with a causal mask and with a full
+mask agree within fp8 tolerance. Here each query row is computed again by a call with this row alone and the keys up to it.
+Needles (a few keys that outweigh all others) lie at the first and last keys that the row sees.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def several_rows(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least two query rows per request (in a context call at most eight), and at least as many keys."""
+    """Return the case with at least two query rows per request (in a context call at most eight), and no fewer keys."""
     most = 8 if case.interface is AttentionCall.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 
@@ -47,14 +47,14 @@ def _judge(run: CaseRun) -> None:
 
 
 def single_rows(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls with one query row of each request and the keys up to it: first the last rows, then those before."""
+    """Yield calls with one query row of each request and the keys up to this row, from the last row backwards."""
     for back in range(min(inputs.q_lens)):
         rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
         yield part(inputs, f"the row {back} before the last, by itself", range(len(rows)), rows)
 
 
 def halves(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with the first half of each request's rows and the keys up to these rows, and with the second half."""
+    """Yield the call with the first half of each request's query rows and the keys up to them, and with the second half."""
     firsts = [range(q_len // 2) for q_len in inputs.q_lens]
     rests = [range(q_len // 2, q_len) for q_len in inputs.q_lens]
     for what, rows in (("the first half of the rows", firsts), ("the second half of the rows", rests)):

@@ -1,14 +1,13 @@
-"""Find state that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
+"""Find state that is kept from the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
-No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
-call is captured with padding requests only. Then each input on the device is changed separately; requests, rows and keys grow,
-shrink and return to the first values. On a CPU the call is made again with the same tensors.
+No attention test of FlashInfer replays a graph with other lengths. Here the tensors stay the same and their contents change.
+The call is captured with padding requests only. Then each input on the device changes by itself, and the numbers of requests,
+rows and keys grow, shrink and return to the first values. On a CPU the call is made again with the same tensors.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lab.checks.parameters.paged_calls import Lens, lens_of
 from lab.checks.parameters.ragged import replayed_cases
 from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.variants import Maker, made_again
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.ranges import SEEDS
@@ -94,10 +94,10 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge a captured call in replays of several batches, and the same call made eagerly, prepared or planned.
+    """Judge a captured call by replays with several batches, and the same call made eagerly, prepared or planned.
 
-    `room` are the lengths of the largest batch, and `forms` the optional arguments. If the call `waits`, a replayed batch may
-    have requests with fewer query rows than at capture.
+    `make` builds the tensors of a batch, `room` has the lengths of the largest batch, and `forms` are the optional arguments.
+    If `waits` is True, a replayed batch may have requests with fewer query rows than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -138,7 +138,7 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: Any) -> Make:
-    """Return a function (lens, seed, moved) that builds the tensors of a case with other lengths, data and pages."""
+    """Return make(lens, seed, moved), which builds the case with other lengths and data and, if `moved`, on other pages."""
     return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
@@ -178,7 +178,7 @@ def _short(largest: Lens, waits: bool) -> Lens:
 
 
 def shrunk(largest: Lens) -> Lens:
-    """Return the lengths of a batch with the row counts of `largest` reversed, and half as many keys, at least one per row."""
+    """Return lengths with the row counts of `largest` in reversed order and half as many keys, but at least one key per row."""
     q_lens = largest.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in largest.kv_lens))), q_lens)
 
@@ -188,15 +188,9 @@ def another(largest: Lens) -> Lens:
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), largest.q_lens * 2)
 
 
-def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the call eagerly. If a call after the first one is refused, it raises KernelError."""
-    calls = chain((run.call,), repeat(run.again))
-    return lambda: next(calls)(call)
-
-
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that replays the call's CUDA graph; without a GPU or with offsets on the host, `made_again`."""
-    if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
+    """Return a function that replays the call's CUDA graph. Without a GPU, it makes the call eagerly."""
+    if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:  # None: the call reads offsets on the host
         return made_again(run, call)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -229,15 +223,9 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that is made several times with the tensors of `room`, the largest batch, as in a CUDA graph."""
+    """A call that is repeated on the tensors of the largest batch (`room`), as in a CUDA graph. Each batch overwrites them."""
 
-    def __init__(
-        self,
-        run: CaseRun,
-        room: BuiltCall,
-        first: BuiltCall,
-        make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = captured,
-    ) -> None:
+    def __init__(self, run: CaseRun, room: BuiltCall, first: BuiltCall, make: Maker = captured) -> None:
         self.run, self.call = run, GivenCall(room.interface, room.given)
         self._load(first)
         self._replay = make(run, self.call)
@@ -248,9 +236,7 @@ class Replay:
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Make the call of a batch eagerly, with the length of its longest request as the bound of lengths, and judge the
-        output.
-        """
+        """Make the call of a batch eagerly, with its longest length as the host bound of lengths, and judge the output."""
         self._load(batch)
         self._clear_out()
         bounds = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}

@@ -1,7 +1,7 @@
-"""Find a result that depends on page size or order, layout, strides, table width or the split of a scale.
+"""Find a result that depends on page size, page order, layout, strides, page table width, or where a scale is applied.
 
-These errors can be found without an oracle, but a test with one page size and one layout never finds them. A change that does
-not affect arithmetic must not change a bit. After a change that may alter the order of sums, the result must still be right.
+These errors show without a reference result, but a test with one page size and one layout never finds them. A change that does
+not affect the arithmetic must not change a bit. If it may alter the order of sums, the result must be within the error bound.
 """
 
 import math
@@ -91,7 +91,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size in the ranges and, beyond 128, of `LARGE_PAGE` tokens."""
+    """Yield the call with the same keys in pages of each size; if 128 is one, also in pages of `LARGE_PAGE` tokens."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)
@@ -114,7 +114,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return an equal tensor with gaps in memory between its rows. A gap is longer than a row and has large values."""
+    """Copy a tensor with gaps in memory between its rows. A gap is longer than a row and holds large finite values."""
     rows = tensor.flatten(1)
     large = torch.finfo(E4M3).max if tensor.dtype == E4M3 else 2**15
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), large, dtype=tensor.dtype, device=tensor.device)
@@ -123,7 +123,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return an equal tensor with a page of zeros in memory after each page."""
+    """Copy pages with a page of zeros in memory after each page."""
     return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 

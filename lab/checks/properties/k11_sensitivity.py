@@ -1,7 +1,7 @@
-"""Find an argument that is accepted and ignored, or that has another effect than documented.
+"""Find an argument that a kernel accepts and ignores, or that has another effect than the documented one.
 
-A test with default values cannot show that an argument works: scales of 1, windows wider than every request, equal K and V
-scales. Here every optional argument gets a value that must change the output, and float64 arithmetic gives the expected change.
+A test with default values does not show that an argument works: scales of 1, windows wider than every request, equal K and V
+scales. Here every optional argument gets a value that must change the output, and float64 arithmetic gives the expected output.
 """
 
 import math
@@ -124,11 +124,12 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale, with which exp overflows in a kernel that takes the largest product q·k as the maximum.
+    """Return a negative bmm1_scale. With it, exp overflows in a kernel that subtracts the logit of the largest product q·k.
 
-    The factor is -25, or -8 if the kernel rounds Q to e4m3. With -25, this rounding could give another key the largest weight:
-    plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of plain torch is at most
-    0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all keys.
+    The scale is -25 times the usual one, or -8 times if the kernel rounds Q to e4m3. With -25, this rounding could give another
+    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of
+    plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all
+    keys.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 

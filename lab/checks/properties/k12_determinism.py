@@ -1,6 +1,6 @@
-"""Find launches that do not repeat: races between a kernel's own blocks, or with other work on the GPU.
+"""Find calls whose results differ when repeated: races between a kernel's thread blocks, or with other work on the GPU.
 
-A single launch on an idle device hides a missing fence. Here the call is repeated with one workspace and, on a GPU, while
+A single launch on an idle GPU hides a missing memory fence. Here the call is repeated with one workspace and, on a GPU, while
 another stream keeps the multiprocessors busy. Every launch must give the same bits as the first.
 """
 
@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
-    """Yield the same call `LAUNCHES` times. On a GPU, matrix products run on another stream meanwhile."""
+    """Yield the same call `LAUNCHES` times. On a GPU, matrix products run on another stream at the same time."""
     stream = matrix = None
     if run.device.type == "cuda":
         stream, matrix = torch.cuda.Stream(run.device), torch.randn(2048, 2048, device=run.device)

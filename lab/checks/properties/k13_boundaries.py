@@ -1,7 +1,7 @@
 """Find off-by-one errors at boundaries of pages, tiles, windows, splits and warps, and errors for lengths of zero.
 
-A batch has requests of neighbouring lengths in any order, 0 and 1 among them. Needles (a few keys that outweigh all others) lie
-at the first and last keys that rows see.
+The requests of a batch have lengths around these boundaries, and lengths 0 and 1, in random order. Needles (a few keys that
+outweigh all others) lie at the first and last keys that each row sees.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""Find state that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
+"""Find state that a kernel caches and wrongly reuses for another call: a module, a scale, a plan or an output.
 
-A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
-differ in one argument, or are larger in every size, alternate in one process: A, B, A. On a GPU calls also run on two streams
-at once.
+Such state is never found if all calls of one configuration run in sequence, or in their own process. Here two calls A and B
+alternate in one process: A, B, A. B differs from A in one argument, or is larger in every size. On a GPU, two calls also run on
+two streams at the same time.
 """
 
 import zlib
@@ -114,7 +114,7 @@ def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
 
 
 def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
-    """Make calls at once, each on its own stream with its own workspace. Expect the bits of calls in sequence."""
+    """Make the calls at once, each on its own stream with its own workspace. Expect the bits of the calls in sequence."""
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
     alone = [result._replace(out=result.out.clone()) for result in results]

@@ -1,12 +1,13 @@
-"""Find metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
+"""Find metadata that does not match its batch: lengths without draft tokens, wrong or empty page tables, old offsets.
 
-If a builder is tested against its own formula, both may be wrong in the same way. Here the metadata must equal the result of
-loops over requests, and attention with it must match the requests' histories. Check K18 (combinations) has further batches.
+A test that repeats a builder's own formula repeats the formula's error. Here the metadata must equal the result of loops over
+requests, and attention with it must match the requests' K/V histories. Check K18 (combinations) has further batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Expect that metadata does not change with its batch and pool, if it was built from int32 lengths, which need no copy."""
+    """Expect that metadata shares no memory with its batch, which has int32 lengths that a builder need not convert."""
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
     batch = replace(forward.batch, **of_batch)
@@ -63,7 +64,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
-    """Expect of reference attention with the metadata of a pass the output that follows from the requests' K/V histories."""
+    """Run reference attention with the metadata of a pass. Expect the output that follows from the requests' K/V histories."""
     out, what = forward.new_out(), "attention by this metadata"
     try:
         forward.run(references, out)
@@ -75,12 +76,16 @@ def expect_attention(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
-    run.judged += 1
-    wrong = wrong_eager_metadata(forward.batch, forward.pool, forward.metadata)
+    wrongs = [wrong_eager_metadata(forward.batch, forward.pool, forward.metadata)]
     for rank, shard in enumerate(forward.shards):
         if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
-            wrong = wrong or f"of rank {rank}, {found}"
-    run.expect(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
+            wrongs.append(f"of rank {rank}, {found}")
+    expect_metadata(run, what, forward, islice(filter(None, wrongs), 1))
+
+
+def expect_metadata(run: CaseRun, what: str, forward: EnginePass, wrongs: Iterable[str]) -> None:
+    run.judged += 1
+    run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
 CHECK = Check("K16", __doc__, _cases, _judge, interfaces=(MetadataFunction.MHA_METADATA,), quick=8)

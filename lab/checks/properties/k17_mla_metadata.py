@@ -1,19 +1,18 @@
-"""Find MLA or DeepSeek-V4 metadata that does not match the batch: lengths without padding or draft, narrow tables, stale rows.
+"""Find MLA or DeepSeek-V4 metadata that does not match its batch: lengths without padding or draft tokens, too narrow tables.
 
-A padded draft extend is right only if lengths, table and rows count the same padding; a test of a single formula does not show
-this. Metadata and attention are judged as in K16, and the table must contain -1 after its live pages.
+A padded draft extend is right only if lengths, page table and query rows count the same padding, which a test of one formula
+does not show. Metadata and attention are judged as in K16. The page table must contain -1 after a request's pages.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.call_features import features_of_case
 from lab.checks.parameters.metadata import builder_of
 from lab.checks.properties.check import Check, Scope
-from lab.checks.properties.k16_metadata import expect_attention, judge_own_tensors
+from lab.checks.properties.k16_metadata import expect_attention, expect_metadata, judge_own_tensors
 from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata, wrong_eager_mla_metadata
@@ -53,14 +52,11 @@ def _judge(run: CaseRun) -> None:
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
-    run.judged += 1
-    batch, pool, metadata = forward.batch, forward.pool, cast(Any, forward.metadata)
-    wrongs: Iterable[str]
+    built = forward.batch, forward.pool, cast(Any, forward.metadata)
     if forward.case.compress_ratio is None:
-        wrongs = wrong_eager_mla_metadata(batch, pool, metadata, forward.case.attention)
+        expect_metadata(run, what, forward, wrong_eager_mla_metadata(*built, forward.case.attention))
     else:
-        wrongs = filter(None, [wrong_dsv4_metadata(batch, pool, metadata)])
-    run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
+        expect_metadata(run, what, forward, filter(None, [wrong_dsv4_metadata(*built)]))
 
 
 INTERFACES = (MetadataFunction.MLA_METADATA, MetadataFunction.DSV4_METADATA)

@@ -1,14 +1,15 @@
-"""Find errors for values, forms of arguments, and pairs of these that no other check has, by covering arrays of all calls.
+"""Find errors that occur only with certain values or forms of arguments, or with pairs of them, by covering arrays.
 
-A kernel branches on its arguments, and many errors need a combination of two values: a window with separate page tables, a mask
-with sinks, a group of 12 in a batch of 257. A case is a value for each axis (parameter) of the call's model.
+A kernel branches on its arguments, and many errors need two values at once: a window with separate page tables, a mask with
+sinks, 12 query heads per K/V head in a batch of 257. A case has a value for each axis (parameter) of the call's model. A
+covering array is a small set of cases that has every value, or every pair of values.
 
-* Quick level: cases of many values. Then, for values not yet judged: cases of usual values, and cases with at most four values
-  or one value that is not the default.
-* Smoke level: each value alone, and at the limits of a dtype. Then each form of an argument in the circumstances for which
-  kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
-* Full level: also each pair of values and each declared triple. A value that was declined alone is tried with every other
-  value. A pair that no judged case contains is tried in cases with more default values, and finally alone.
+* Quick level: cases of many values. Then, for values without a judged case: cases of usual values, and cases with at most four
+  values, or with one value, other than the default.
+* Smoke level: each value alone, and values at the limits of a dtype. Then each form of an argument in the circumstances for
+  which kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
+* Full level: also each pair of values and each declared triple. A value whose cases were all declined is tried with every other
+  value. A pair without a judged case is tried in cases with more default values, and finally alone.
 """
 
 import itertools
@@ -46,7 +47,7 @@ E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
 
 class UsualRanges(Ranges):
-    """Parameter values without the unusual ones that the check K18 adds to default ranges and that kernels often decline."""
+    """Ranges without the unusual values that check K18 adds to the default ranges, and that kernels often decline."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -80,12 +81,10 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that combine each value that was always declined so far with every value that was judged; cases of all pairs
-    and triples if an axis has no judged value.
-    """
+    """Yield cases that combine each value whose cases were all declined with every judged value."""
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
-    if (taken := model.only(judged)) is None:
+    if (taken := model.only(judged)) is None:  # an axis has no judged value
         yield from _new_cases(scope, model.covering(seed), verdicts)
         return
     for axis, values in model.axes.items():
@@ -99,9 +98,7 @@ def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iter
 def _left_in_circumstances(
     chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases for values that were judged, but not in each circumstance (such as long requests), because a case was
-    declined for another of its values. At most `chosen` axes differ from their default; None: at most `Circumstance.chosen`.
-    """
+    """Yield cases for judged values in the circumstances (such as long requests) in which they were not judged yet."""
     model = _model(scope)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):
@@ -113,21 +110,17 @@ def _left_in_circumstances(
 
 
 def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that contain all pairs and triples of judged values that no judged case contains yet, with at most `chosen`
-    values that are not defaults (None: any number).
-    """
+    """Yield cases for all pairs and triples of judged values that have no judged case yet."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         yield from _new_cases(scope, taken.covering(scope.ranges.seed, goals, chosen), verdicts)
 
 
 def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each pair and triple of judged values that no judged case contains yet, with all other axes at their
-    default. A triple is left out if one of its pairs gets a case.
-    """
+    """Yield a case for each pair and triple of judged values without a judged case, with defaults for all other axes."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
-        left = set(goals)
+        left = set(goals)  # a triple gets no case if one of its pairs gets one
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
         yield from _new_cases(scope, filter(None, (taken.completed(dict(goal)) for goal in least)), verdicts)
 
@@ -144,13 +137,11 @@ def _usual_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Con
 
 
 def _left_values(chosen: int, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains yet and, if the kernel accepts e4m3
-    queries, each usual head_dim and page_size with e4m3 queries. At most `chosen` values of a case are not defaults. If
-    the kernel declines a default, the first value that it accepts is the default instead.
-    """
+    """Yield cases for all values that have no judged case yet, with at most `chosen` values that are not defaults."""
     model = _model(scope)
     judged, _ = tuples_by_outcome(model, verdicts)
     sizes = _usual_model(scope).axes if scope.interface in PAGED_CALLS and (E4M3_QUERIES,) in judged else {}
+    # If the kernel accepts e4m3 queries, each usual size with such queries.
     of_e4m3 = (
         (E4M3_QUERIES, (name, size)) for name in ("head_dims", "head_dim", "page_size") for size in sizes.get(name, ())
     )

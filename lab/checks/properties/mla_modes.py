@@ -1,7 +1,7 @@
 """Find a call that is right in a unit test and wrong in an engine's MLA forward pass.
 
-The check makes passes in all modes, from token histories to outputs. They have arguments that unit tests lack: a block table
-that ends in -1, lengths of a draft extend that count padding rows, and lengths of a draft step that do not count the draft.
+The check makes forward passes in all modes, from the requests' tokens to the outputs. Unit tests lack their arguments: a page
+table that ends in -1, lengths of a draft extend with padding rows, and lengths of a draft step without draft tokens.
 """
 
 import itertools
@@ -21,9 +21,7 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield passes in each mode that runs on the MLA decode kernel. Some prefixes end at a page edge or one token from it.
-    `dims` are sizes of the layer, fields of `MLACase`.
-    """
+    """Yield passes in each forward mode of the MLA decode kernel. `dims` are the layer's sizes, fields of `MLACase`."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
         return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)
@@ -52,6 +50,12 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
     yield case(ForwardMode.DRAFT_EXTEND, prefixes, equal)
 
 
+def _uniform_cases(prefix_lens: tuple[int, ...], q_len: int, **settings: Any) -> Iterator[MLACase]:
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        rows = 1 if mode is ForwardMode.DECODE else q_len
+        yield MLACase(mode, prefix_lens, (rows,) * len(prefix_lens), **settings)
+
+
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     shared: dict[str, Any] = {"page_size": page_size, **dims}
     # On some ranks a request has no token, and some prefixes end at a page edge of a rank.
@@ -59,27 +63,21 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     for size in (2, 4):
         yield MLACase(ForwardMode.DECODE, sharded, (1,) * len(sharded), dcp_size=size, **shared)
     prefixes = (page_size - 1, page_size, 300)
-    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
-        rows = 1 if mode is ForwardMode.DECODE else q_len
-        yield MLACase(mode, prefixes, (rows,) * len(prefixes), num_padding_requests=2, **shared)
+    yield from _uniform_cases(prefixes, q_len, num_padding_requests=2, **shared)
     yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
 
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
     shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}
-    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
-        rows = 1 if mode is ForwardMode.DECODE else q_len
-        yield MLACase(mode, prefixes, (rows,) * len(prefixes), **shared)
+    yield from _uniform_cases(prefixes, q_len, **shared)
     yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), draft_step=1, **shared)
     yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), num_padding_requests=2, **shared)
     yield MLACase(ForwardMode.EXTEND, (0, *prefixes[1:]), (5, 2, 70, 4, 1), **shared)
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek-V4 with each number of tokens per compressed entry. Some rows see fewer tokens than the window
-    holds, and some more compressed entries than the indexer may select.
-    """
+    """Yield passes of DeepSeek-V4. Some rows see fewer tokens than the window, or more entries than the indexer selects."""
     prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
     shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}
     verify, draft = {"q_lens": (q_len,) * 5, **shared}, {"compress_ratio": 0, **shared}

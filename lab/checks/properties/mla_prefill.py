@@ -1,7 +1,7 @@
-"""Find a ragged context call that loses a key, or an LSE that is wrong for merging: new tokens, cached chunks, and both.
+"""Find a ragged context call that omits a key, or whose LSE is wrong for a merge: over new tokens, cached chunks, or both.
 
-A prefill is right only if three parts fit together: the causal call over its new tokens, the non-causal calls over chunks of
-its prefix, and their LSEs. The causal call is also judged as a serving backend makes it. Large values follow the last request.
+A prefill is right only if three results fit together: the causal call over its new tokens, the non-causal calls over chunks of
+its cached prefix, and the LSEs by which the outputs are merged. The causal call is also made as a serving backend makes it.
 """
 
 import math
@@ -17,6 +17,7 @@ from lab.calls.problem import AttentionCall
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.k05_guards import expect_into_out
 from lab.checks.properties.k06_workspace import expect_any_scratch, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.backend import MLALayer, merge_by_lse
@@ -24,7 +25,6 @@ from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, prepare_prefix_chunk
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.contents import new_workspace, unwritten
-from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.inputs.ragged import TILE, Parts, RaggedCase, RaggedInputs, build_ragged, padded
 from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.requests import admit, new_pool
@@ -107,7 +107,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """An MLA backend as in a serving engine."""
+    """A serving engine's MLA backend with the requests of a case. It makes the calls of a prefill and merges their outputs."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case
@@ -175,10 +175,8 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
     for what, (changes, rules) in probes.items():
         run.vary(what, call, inputs.truth(**rules), return_lse=True, **changes)
     shape = (*inputs.query.shape[:2], case.v_head_dim)
-    out, around = guarded(unwritten(torch.empty(shape, dtype=case.dtype, device=run.device)))
-    if run.vary("out", call, query=inputs.query, out=out) is not None:  # no row of padding, which a kernel may write
-        run.expect_close("into out", Result(out, None), inputs.truth())
-        run.expect("around out", wrong_guards("out", around))
+    out = unwritten(torch.empty(shape, dtype=case.dtype, device=run.device))
+    expect_into_out(run, call, out, inputs.truth(), query=inputs.query)  # no row of padding, which a kernel may write
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:

@@ -1,7 +1,7 @@
-"""Find an MLA pass that is right eagerly and wrong in a graph replay: stale lengths or entries, padding that is used.
+"""Find an MLA pass that is right eagerly and wrong in a CUDA graph replay: old lengths or entries, padding that is used.
 
-Each case is a replay sequence of the check S1 (graph_stories), with latent entries and the buffers of the MLA backend. Columns
-of the page table after a request's pages hold values of an earlier batch.
+A case is a replay sequence of check S1 (graph_stories), with latent cache entries and the buffers of the MLA backend. Unused
+columns of the page table hold values of an earlier batch.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Find a wrong output for a recorded call of an engine: the recorded output, or that of an implementation for the same inputs.
 
-The recorded page table and lengths define which keys a row sees, because a recording has no K/V histories of the requests. So
-an error in page table or lengths is not found. Requests that see a key that is not finite are left out.
+A recording has no K/V histories of the requests, so that the recorded page table and lengths define which keys a row sees. An
+error in the page table or the lengths is not found. Requests that see a key with NaN or infinity are left out.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Calls that differ from a base call in one factor, such as the batch size, on which the result of a row should not depend."""
+"""Variants of a call, which differ from it in one factor, such as the batch size, on which no row's result should depend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -13,22 +13,26 @@ from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.ragged import RaggedInputs
 from lab.workloads.inputs.selection import lengths_of_heads
 
+# Returns a function that makes a call of the case, eagerly or by a replay of a CUDA graph.
+Maker = Callable[[CaseRun, GivenCall], Callable[[], Result]]
 
-def eager(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    return lambda: run.call(call)
+
+def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Return a function that makes the call eagerly. If a call after the first is refused, the function raises KernelError."""
+    calls = chain((run.call,), repeat(run.again))
+    return lambda: next(calls)(call)
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A call that differs from a base call in one factor, such as the batch size. Its rows should have equal results."""
+    """A call that differs from a base call in one factor, such as the batch size. Equal rows should have equal results."""
 
     what: str  #: the difference in words, such as "request 0 alone"
     inputs: CallInputs  #: the tensors of the call
     changes: dict[str, Any] = field(default_factory=dict)  #: arguments that replace arguments of `inputs`
     #: int64 [num_rows]: for each row the index of the base call's row with the same expected result, or -1. None: equal rows
     rows: Tensor | None = None
-    #: returns a function that makes the call, eagerly or by a replay of a CUDA graph
-    make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = eager
+    make: Maker = made_again
 
 
 def part(
@@ -37,10 +41,11 @@ def part(
     requests: Sequence[int],
     rows: Sequence[range] | None = None,
 ) -> Variant:
-    """Return a variant with a part of the base call: some requests, in any order, or some query rows of the requests.
+    """Return the base call with some of its requests, in any order, or with some query rows of the requests.
 
-    `requests` may repeat a request; rows beyond the base call's number of rows then have no equal row (-1). `rows` are the
-    range of query rows of each request, None for all. A request keeps the keys up to its last row.
+    `requests` are indices, which may repeat. `rows` has the range of query rows of each request, None for all rows. A request
+    keeps the keys up to its last row. If repeated requests give more rows than the base call has, the further rows have no
+    equal row (-1).
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]
