@@ -28,12 +28,12 @@ from lab.checks.parameters.values import (
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, Storage, TableTail
-from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
+from lab.workloads.inputs.attention import AttentionInputs, build_attention
 from lab.workloads.inputs.call import BuiltCall, random_mask
 from lab.workloads.inputs.guards import embedded
-from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
+from lab.workloads.inputs.masks import draft_masks, with_bits_after
 from lab.workloads.inputs.ragged import padded
-from lab.workloads.inputs.views import GAP, Layout, apart, in_halves, with_odd_strides
+from lab.workloads.inputs.views import GAP, Layout, apart, with_odd_strides
 
 LONGEST_OF_MANY = 600  # keys of the longest request in a large batch, so that a kernel splits only this request
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # query rows of the requests in turn, in a context call
@@ -186,8 +186,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
     mask: Mask = of.get("mask", Mask.NONE)
     if mask == Mask.NONE:
         return inputs
-    shown = strictly_causal(inputs.case) if mask.shown is None else draft_masks(inputs.case)[mask.shown]
-    return replace(inputs, shown=shown.to(device))
+    shown = draft_masks(inputs.case)[mask.shown or "causal mask"]
+    return replace(inputs, shown=(shown.tril(-1) if mask == Mask.OWN_BIT_CLEAR else shown).to(device))
 
 
 def redrawn_paged(
@@ -259,8 +259,10 @@ def _backend(call: BuiltCall) -> None:
 def _cache(call: BuiltCall) -> None:
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
-        whole = as_one_tensor(call.inputs)
-        call.given["kv_cache"] = in_halves(whole) if form == Cache.HALVES else whole
+        whole = torch.stack((pages, call.inputs.v_pages), dim=1)
+        if form == Cache.HALVES:
+            whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+        call.given["kv_cache"] = whole
         # Only a context call takes the scale factors of K and V as one tensor.
         if call.inputs.scale_factors is not None and call.interface is AttentionCall.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from lab.checks.case_run import CaseRun, GivenCall, Inputs
 from lab.checks.properties.check import Check, itself
 from lab.references.errors import Truth
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
@@ -19,13 +20,14 @@ from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = inputs.truth()
-    before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
+    given = BuiltCall({}, inputs, inputs.arguments())
+    before = {name: tensor.clone() for name, tensor in given.read.items()}
     workspace, around_workspace = guarded(new_workspace(run.device))
     # Lengths and sinks are views of larger tensors. Their neighbours would change the result: too large lengths, and NaN.
     among = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         among["sinks"] = embedded(inputs.sinks, float("nan"))
-    arguments = inputs.arguments() | {"workspace_buffer": workspace} | among
+    arguments = given.arguments() | {"workspace_buffer": workspace} | among
     result = run.call(GivenCall(inputs.interface, arguments))
     run.expect_close("inputs among guards", result, truth)
     run.expect("around the workspace", wrong_guards("the workspace", around_workspace))
@@ -35,7 +37,7 @@ def _judge(run: CaseRun) -> None:
     if run.vary("lse", inputs, lse=lse, return_lse=True) is not None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))
-    run.expect_unchanged("the inputs", inputs.tensors(), before)
+    run.expect_unchanged("the inputs", given.read, before)
 
 
 def expect_into_out(run: CaseRun, inputs: Inputs, out: Tensor, truth: Truth, **changes: Any) -> None:

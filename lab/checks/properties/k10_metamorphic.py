@@ -19,7 +19,7 @@ from lab.checks.properties.variants import Variant
 from lab.references.errors import Truth
 from lab.references.softmax_attention import rounded
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
+from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
@@ -76,7 +76,8 @@ def _storage(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
             run.vary("scale factors with gaps", run.build(gaps_in_scale_factors=True), truth)
         stacked = run.build(stacked=True)
         run.vary("V's page after each of K's", stacked, truth)
-        run.vary("kv_cache as one tensor", stacked, truth, kv_cache=as_one_tensor(stacked))
+        both = torch.stack((stacked.k_pages, stacked.v_pages), dim=1)
+        run.vary("kv_cache as one tensor", stacked, truth, kv_cache=both)
 
 
 def _is_same(inputs: CallInputs, other: AttentionInputs) -> bool:

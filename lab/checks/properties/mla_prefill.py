@@ -61,7 +61,7 @@ def _cases(scope: Scope) -> Iterator[RaggedCase]:
 def _judge(run: CaseRun) -> None:
     case = run.case
     every = build_ragged(case, run.device)  # all keys: the cached prefix and the new tokens
-    new = every.over(_between(every.parts, case.prefix_lens, case.kv_lens))
+    new = replace(every, parts=_between(every.parts, case.prefix_lens, case.kv_lens))
     call = _call(new)
     before = {name: value.clone() for name, value in call.given.items() if isinstance(value, Tensor)}
     own = _with_lse(run, "new tokens", call) or run.call(call)
@@ -83,7 +83,7 @@ def _judge(run: CaseRun) -> None:
     for start in range(0, max(case.prefix_lens), case.chunk):
         ends = tuple(min(prefix, start + case.chunk) for prefix in case.prefix_lens)
         what = f"the chunk from {start} on"
-        cached = every.over(_between(every.parts, (start,) * len(ends), ends), causal=False)
+        cached = replace(every, parts=_between(every.parts, (start,) * len(ends), ends), causal=False)
         chunk = _with_lse(run, what, _call(cached), o_sf_scale=-1.0)
         run.expect_close(what, chunk, cached.truth())
         merged = _merged(merged, chunk)

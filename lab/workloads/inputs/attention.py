@@ -102,18 +102,6 @@ class AttentionInputs:
     def max_seq_len(self) -> int:
         return self.block_tables.shape[-1] * self.case.page_size
 
-    def tensors(self) -> dict[str, Tensor]:
-        named = {
-            "query": self.query,
-            "K cache": self.k_pages,
-            "V cache": self.v_pages,
-            "block_tables": self.block_tables,
-            "seq_lens": self.seq_lens,
-            "sinks": self.sinks,
-        }
-        named |= zip(("K scale factors", "V scale factors"), self.scale_factors or (), strict=False)
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of FlashInfer's function, without those that have their default value."""
         case, q_lens, device = self.case, self.case.q_lens, self.query.device
@@ -252,10 +240,6 @@ class AttentionInputs:
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the running sum of the lengths, from 0 on: int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
-
-
-def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    return torch.stack((stacked.k_pages, stacked.v_pages), dim=1)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:

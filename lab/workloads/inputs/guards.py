@@ -48,12 +48,6 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
             yield f"it wrote {side} {what}"
 
 
-def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    for name, tensor in tensors.items():
-        if not same_bits(tensor, before[name]):
-            yield f"it changed its {name}"
-
-
 def as_integers(tensor: Tensor) -> Tensor:
     """View a tensor as integers, to compare bits: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])

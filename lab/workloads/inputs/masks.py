@@ -30,12 +30,6 @@ def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
     return masks
 
 
-def strictly_causal(case: AttentionCase) -> Tensor:
-    """Return a mask in which each row sees only the draft tokens before itself, bool [batch, q_len, q_len]."""
-    count, q_len = len(case.q_lens), case.q_lens[0]
-    return torch.ones(count, q_len, q_len, dtype=torch.bool).tril(-1)
-
-
 def with_bits_after(packed: Tensor) -> Tensor:
     """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set, which belong to no draft token."""
     count, q_len, words = packed.shape

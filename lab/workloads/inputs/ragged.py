@@ -1,6 +1,6 @@
 """Build the tensors of a ragged context call: query rows, keys and values of all requests, then padding of large values."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,10 +95,6 @@ class RaggedInputs:
     @property
     def scales(self) -> dict[str, float]:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
-
-    def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return the inputs with other keys and values. Unless `causal`, each row sees all keys of its request."""
-        return replace(self, parts=parts, causal=causal)
 
     def arguments(self) -> dict[str, Any]:
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens

@@ -37,11 +37,6 @@ def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
-def in_halves(tensor: Tensor) -> Tensor:
-    """Return a copy of a cache [pages, 2, ...] that is stored as [2, pages, ...]: K of all pages, then V of all pages."""
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
 def _far_apart(tensor: Tensor) -> Tensor:
     """Return a copy whose last row begins at least 2**31 elements after the first row. The gaps are not initialised."""
     row = tensor[:1].numel()
