@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from corpus.models.ragged import Ragged, RaggedReadOnce
 from corpus.wrong import wrong
+from lab.calls.block_scales import BlockScales
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention
 
@@ -307,6 +309,37 @@ class RaggedRange(Ragged):
     ragged_bmm2_without_sign = wrong(instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)})(
         "bmm2_scale is taken without its sign."
     )
+
+
+def _other_scales(**change: Callable[[BlockScales], Tensor]) -> Callable[[RaggedAttention], BlockScales]:
+    def changed(problem: RaggedAttention) -> BlockScales:
+        assert problem.block_scales is not None
+        return replace(problem.block_scales, **{name: of(problem.block_scales) for name, of in change.items()})
+
+    return changed
+
+
+class SageScales(Ragged):
+    """Kernels that apply a wrong scale of SageAttention."""
+
+    sage_keys_by_previous_block = wrong(
+        instead={"block_scales": _other_scales(key=lambda scales: scales.key.roll(1, dims=1))},
+        only_with="block_scales",
+    )("A block of keys is multiplied by the scale of the block before it.")
+    sage_values_by_head_0 = wrong(
+        instead={"block_scales": _other_scales(value=lambda scales: scales.value[:1].expand_as(scales.value))},
+        only_with="block_scales",
+    )("Values of all heads are multiplied by the scales of head 0.")
+
+    @wrong(stage="changed")
+    def sage_blocks_across_requests(self, problem):
+        """Blocks of keys are counted through the batch: a request may begin within the last block of the one before it."""
+        scales = problem.block_scales
+        if scales is None:
+            return problem
+        token = torch.arange(len(problem.key), device=problem.key.device)
+        of_keys = problem.key.double() * scales.key[:, token // scales.k_block].T.unsqueeze(2).double()
+        return replace(problem.dequantized(), key=of_keys)
 
 
 TILE = 64

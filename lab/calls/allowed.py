@@ -23,15 +23,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 ONLY_SM107 = "FlashInfer has such kernels for SM107 alone (utils.py 328), which is no GPU of the lab's"
 ONLY_HCA = "only the backend cute-dsl takes it (mla/_core.py 2407), which the lab does not model for DSV4"
-NO_SAGE = (None, None, None, None)
 REFUSED: Reasons = {
     "use_fp16_softmax": ((None, False), ONLY_SM107),
     "uses_spcompress": ((None, False), f"{ONLY_SM107}, and does not document which parts of a result they leave out"),
-    "sage_attn_sfs": (
-        (NO_SAGE,),
-        "SageAttention's scales of blocks of queries, keys and values are not part of a problem",
-    ),
-    "num_elts_per_sage_attn_blk": (((0, 0, 0, 0),), "it goes with sage_attn_sfs"),
     "request_order": ((None,), "only the backend cake orders requests (decode.py 3986), which the lab does not model"),
     **dict.fromkeys(
         ("swa_topk_lens", "extra_sparse_indices", "extra_sparse_topk_lens"),

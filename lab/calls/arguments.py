@@ -65,13 +65,13 @@ def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: S
     return tensor
 
 
-def check_query(query: object) -> None:
+def check_query(query: object, dtypes: Sequence[torch.dtype] = QUERY_DTYPES) -> None:
     tensor = check_tensor("query", query)
     if tensor.ndim != 3:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
     if 0 in tensor.shape[1:]:
         raise ValueError(f"query needs at least one head and one element of head_dim, got shape {list(tensor.shape)}")
-    check_tensor("query", tensor, QUERY_DTYPES)
+    check_tensor("query", tensor, dtypes)
     check_head_dim_stride("query", tensor)
 
 

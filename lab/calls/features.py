@@ -35,6 +35,7 @@ class Feature(enum.Enum):
     STRIDED_TOP_K = "rows of chosen entries that do not lie next to each other"
     RANK_KEYS = "one rank's keys (causal_seqlens_kv_global)"
     SKIP_SOFTMAX = "parts of the softmax that may be left out (skip_softmax_threshold_scale_factor)"
+    BLOCK_SCALES = "scales of blocks of rows and of keys (sage_attn_sfs)"
     TENSOR_SCALES = "scales as tensors"
     V_SCALE = "a bmm2_scale other than the number 1"
     OUT = "a given out"
@@ -75,6 +76,7 @@ FIELDS: dict[str, Asks] = {
     "window_cache": {Feature.TWO_POOLS: lambda _: True},
     "num_visible": {Feature.RANK_KEYS: lambda problem: problem.num_visible is not None},
     "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
+    "block_scales": {Feature.BLOCK_SCALES: lambda problem: problem.block_scales is not None},
     "skip_softmax": {Feature.SKIP_SOFTMAX: lambda problem: problem.skip_softmax > 0},
     "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: isinstance(problem.bmm1_scale, torch.Tensor)},
     "bmm2_scale": {

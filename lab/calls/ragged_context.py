@@ -1,12 +1,13 @@
 """FlashInfer's ragged context call as data: its parameters, and the attention problem over contiguous K/V that it defines."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from lab.calls import allowed, arguments
+from lab.calls.block_scales import SAGE_DTYPES, BlockScales, check_block_scales, has_block_scales, scaled_blocks
 from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths, checked
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
@@ -24,6 +25,8 @@ class RaggedAttention(AttentionProblem):
     cu_seqlens_kv: torch.Tensor
     key: torch.Tensor  #: [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor  #: [num_tokens, num_kv_heads, v_head_dim]
+    #: SageAttention's scales of an int8 or e4m3 query and key and of an e4m3 value; or None
+    block_scales: BlockScales | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -36,6 +39,20 @@ class RaggedAttention(AttentionProblem):
     @property
     def kv_dtype(self) -> torch.dtype:
         return self.key.dtype
+
+    def dequantized(self) -> "RaggedAttention":
+        """Return the equal problem without `block_scales`: query, key and value are float64, multiplied by their scales."""
+        scales = self.block_scales
+        if scales is None:
+            return self
+        assert self.cu_seqlens_q is not None
+        return replace(
+            self,
+            query=scaled_blocks(self.query, scales.query, scales.q_block, self.cu_seqlens_q),
+            key=scaled_blocks(self.key, scales.key, scales.k_block, self.cu_seqlens_kv),
+            value=self.value.to(torch.float64) * scales.value.to(torch.float64),
+            block_scales=None,
+        )
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (K, V) of each request as views of `key` and `value`. Synchronises."""
@@ -82,6 +99,10 @@ class RaggedContextCall:
             softmax's denominator, the sink included (FlashInfer's lse.cuh).
         q_seq_lens_cpu, kv_seq_lens_cpu: number of rows and of keys of each request on the host, int32 or int64, both or
             neither. With them there must be no row or key after the last offset.
+        sage_attn_sfs: (q_sf, k_sf, None, v_sf), float32 scales of SageAttention; all None without. With them, query and key are
+            int8 or e4m3 and value is e4m3, and each is multiplied by its scales first: a row of a query head and a key of a K/V
+            head by the scale of its block (`lab.calls.block_scales`), and a value by v_sf [num_kv_heads, v_head_dim].
+        num_elts_per_sage_attn_blk: (rows of a block, keys of a block, 0, 1), both 1, 4 or 16; all 0 without scales.
         skip_all_rows_active_check: True promises FlashInfer that no request is empty. The lab does not rely on it.
     """
 
@@ -120,8 +141,9 @@ class RaggedContextCall:
 
     def problem(self) -> RaggedAttention:
         allowed.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
-        arguments.check_query(self.query)
-        self._check_kv()
+        has_scales = has_block_scales(self)
+        arguments.check_query(self.query, SAGE_DTYPES if has_scales else arguments.QUERY_DTYPES)
+        self._check_kv(E4M3 if has_scales else self.query.dtype)
         batch_size = arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
@@ -137,6 +159,7 @@ class RaggedContextCall:
             query=self.query,
             key=self.key,
             value=self.value,
+            block_scales=check_block_scales(self, batch_size),
             seq_lens=self.seq_lens,
             cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=self.cum_seq_lens_kv,
@@ -161,13 +184,14 @@ class RaggedContextCall:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
 
-    def _check_kv(self) -> None:
+    def _check_kv(self, v_dtype: torch.dtype) -> None:
         key, value = arguments.check_tensor("key", self.key), arguments.check_tensor("value", self.value)
         for name, side, last in (("key", key, "head_dim"), ("value", value, "v_head_dim")):
             if side.ndim != 3 or 0 in side.shape[1:]:
                 raise ValueError(f"{name} must be [num_tokens, num_kv_heads, {last}], got shape {list(side.shape)}")
-            if side.dtype != self.query.dtype:
-                raise TypeError(f"{name} must have the query's dtype {self.query.dtype}, got {side.dtype}")
+            if side.dtype != (expected := v_dtype if name == "value" else self.query.dtype):
+                whose = "the query's dtype" if expected == self.query.dtype else "with sage_attn_sfs the dtype"
+                raise TypeError(f"{name} must have {whose} {expected}, got {side.dtype}")
             arguments.check_head_dim_stride(name, side)
         if key.shape[2] != self.query.shape[2]:
             raise ValueError(f"key has head_dim {key.shape[2]}, but query has {self.query.shape[2]}: they must agree")
@@ -192,7 +216,7 @@ class RaggedContextCall:
 
     def _out_dtype(self) -> torch.dtype:
         if self.out is None:
-            return torch.bfloat16 if self.query.dtype == E4M3 else self.query.dtype
+            return torch.bfloat16 if self.query.dtype in SAGE_DTYPES else self.query.dtype
         expected = (*self.query.shape[:2], self.value.shape[2])
         return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 

@@ -48,6 +48,7 @@ DTYPES = {
     "DATA_TYPE_FP16": torch.float16,
     "DATA_TYPE_BF16": torch.bfloat16,
     "DATA_TYPE_E4M3": E4M3,
+    "DATA_TYPE_INT8": torch.int8,
     "DATA_TYPE_E2M1": torch.uint8,  # two NVFP4 elements per byte
 }
 CONTEXT = 0  # FmhaKernelType::Context

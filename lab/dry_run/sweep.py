@@ -37,6 +37,7 @@ from lab.dry_run.sweep_dsv4 import misread_pools
 from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
 from lab.files import write_text
+from lab.gpus import Capability
 from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.support import Kernel, Problem, why_not
 from lab.kernels.support.trtllm import kernel_for
@@ -123,7 +124,7 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
         agreement = "refused for longer requests" if fails_longer else "refused, and launched"
     else:
         by_launcher = {why for why, (pattern, _) in REASONS.items() if re.search(pattern, failure)}
-        refusals = list(_refusals(kernel, problem))
+        refusals = list(_refusals(kernel, gpu.gpu.capability, problem))
         by_lab = {why for why, (_, pattern) in REASONS.items() if any(re.search(pattern, each) for each in refusals)}
         if refusal is not None and by_launcher & by_lab:
             agreement = "refused by both"
@@ -136,13 +137,13 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
     return Verdict(call.value, non_default, refusal, failure, name, agreement)
 
 
-def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
+def _refusals(kernel: Kernel, capability: Capability, problem: Problem) -> Iterator[str]:
     """Yield all sentences with which a kernel's rules refuse a problem, while `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
     yield from (kernel.says.get(each, each.value) for each in problem.features() - kernel.honours)
-    limits = LIMITS.get(problem.call, (partial(kernel.limits, None),))
+    limits = (*LIMITS.get(problem.call, ()), partial(kernel.limits, capability))
     yield from filter(None, (limit(problem) for limit in limits))
 
 

@@ -17,6 +17,7 @@ from lab.calls.problem import E4M3, NVFP4_BLOCK, mask_words
 from lab.checks.parameters.covering import Constraint, Model, Point
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": torch.uint8, "fp32": torch.float32}
+DTYPES |= {"int8": torch.int8}
 OUTS = ("fp16", "bf16", "e4m3")
 # "query/K and V/output"
 PAGED_DTYPES = (

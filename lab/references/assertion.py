@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, PagedAttention, Problem, refuse_nan
 from lab.calls.entry import with_own_settings
+from lab.calls.problem import E4M3
 from lab.references.errors import Truth
 from lab.references.paged_attention import histories_of, softmax_inputs, with_rows_as_requests
 from lab.references.plain_attention import check_arithmetic
@@ -153,13 +154,15 @@ def truth_of_problem(
     request must have query rows.
 
     Args:
-        arithmetic: dtype of the control's operands; None: the query's dtype.
+        arithmetic: dtype of the control's operands; None: the query's dtype, e4m3 with scales of blocks.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: the result of `histories_of` for the same requests; None: it is computed. Ignored if rows of a request see
             different keys: in block-sparse calls, and if rows select entries.
     """
     if isinstance(problem, PagedAttention):
         problem = problem.of_one_pool()
+    elif problem.block_scales is not None:
+        problem, arithmetic = problem.dequantized(), E4M3 if arithmetic is None else arithmetic
     if isinstance(problem, PagedAttention) and problem.is_block_sparse:
         return Truth.of_heads(
             [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]

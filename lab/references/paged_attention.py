@@ -161,7 +161,7 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if not isinstance(problem, PagedAttention):
-        parts = problem.parts()
+        parts = problem.dequantized().parts()
         return [parts[request] for request in chosen]
     problem = problem.of_one_pool()
     if not len(chosen):

@@ -34,6 +34,7 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()
+    problem = problem.dequantized()
     offsets = problem.row_offsets()
     out[offsets[-1] :] = 0
     if lse_log2 is not None:

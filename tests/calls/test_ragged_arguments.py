@@ -40,6 +40,18 @@ def mirrored(q_lens: Any = (2, 2), kv_lens: Any = (20, 5)) -> Breaks:
     return value(q_seq_lens_cpu=as_tensor(q_lens), kv_seq_lens_cpu=as_tensor(kv_lens))
 
 
+def sage(**changes: Any) -> Breaks:
+    """The good call with an int8 query and key and an e4m3 value, scales of rows and of blocks of 16 keys; then `changes` of
+    arguments and scales.
+    """
+    scales = {"q_sf": torch.ones(4, 5), "k_sf": torch.ones(2, 3), "p_sf": None, "v_sf": torch.ones(2, 8)}
+    own = {name: changes.pop(name) for name in scales if name in changes}
+    stored = {"query": (4, 4, 12), "key": (25, 2, 12), "value": (25, 2, 8)}
+    good = {name: torch.zeros(shape).to(E4M3 if name == "value" else torch.int8) for name, shape in stored.items()}
+    good |= {"sage_attn_sfs": tuple((scales | own).values()), "num_elts_per_sage_attn_blk": (1, 16, 0, 1)}
+    return value(**good | changes)
+
+
 BAD: list[Bad] = [
     *bad_of_every_call(sinks="attention_sinks"),
     # query, key, value
@@ -118,12 +130,34 @@ BAD: list[Bad] = [
     *elsewhere("key", "value", "cum_seq_lens_q", "cum_seq_lens_kv"),
     # backends, and what the lab does not model
     (value(backend="cute-dsl"), NotImplementedError, "backend='cute-dsl'", "use trtllm-gen"),
-    *not_modelled(
-        sage_attn_sfs=(torch.ones(1), None, None, None),
-        num_elts_per_sage_attn_blk=(1, 0, 0, 0),
-        use_fp16_softmax=True,
-        uses_spcompress=True,
+    *not_modelled(use_fp16_softmax=True, uses_spcompress=True),
+    # scales of blocks
+    (value(sage_attn_sfs=None), TypeError, "sage_attn_sfs must be a tuple", "NoneType"),
+    (value(sage_attn_sfs=(None,)), ValueError, "sage_attn_sfs must have the four parts q_sf, k_sf, p_sf, v_sf", "1"),
+    (value(num_elts_per_sage_attn_blk=1), TypeError, "num_elts_per_sage_attn_blk must be a tuple", "int"),
+    (value(num_elts_per_sage_attn_blk=(1, 16, 0, 1)), ValueError, "(1, 16, 0, 1) goes with sage_attn_sfs"),
+    (sage(query=torch.zeros(4, 4, 12).bfloat16()), TypeError, "query must be int8, float8_e4m3fn", "bfloat16"),
+    (value(query=torch.zeros(4, 4, 12).to(torch.int8)), TypeError, "query must be", "int8"),
+    (sage(key=torch.zeros(25, 2, 12).to(E4M3)), TypeError, "key must have the query's dtype torch.int8", "float8"),
+    (
+        sage(value=torch.zeros(25, 2, 8).bfloat16()),
+        TypeError,
+        "value must have with sage_attn_sfs the dtype torch.float8_e4m3fn",
+        "bfloat16",
     ),
+    (sage(p_sf=torch.ones(1)), NotImplementedError, "sage_attn_sfs=(", "not modelled", "(q_sf, k_sf, None, v_sf)"),
+    *((sage(**{name: None}), NotImplementedError, "not modelled", "6954") for name in ("q_sf", "k_sf", "v_sf")),
+    *(
+        (sage(num_elts_per_sage_attn_blk=sizes), NotImplementedError, f"blk={sizes}", "1, 4, 16 rows")
+        for sizes in ((2, 16, 0, 1), (1, 0, 0, 1), (1, 16, 4, 1), (1, 16, 0, 4))
+    ),
+    (sage(q_sf=torch.ones(4, 4)), ValueError, "q_sf of sage_attn_sfs must be contiguous [4, 5]", "[4, 4]"),
+    (sage(k_sf=torch.ones(2, 2)), ValueError, "k_sf of sage_attn_sfs must be contiguous [2, 3]", "[2, 2]"),
+    (sage(v_sf=torch.ones(8)), ValueError, "v_sf of sage_attn_sfs must be contiguous [2, 8]", "[8]"),
+    (sage(k_sf=torch.ones(3, 2).T), ValueError, "k_sf of sage_attn_sfs", "contiguous", "(1, 2)"),
+    (sage(v_sf=torch.ones(2, 8).bfloat16()), TypeError, "v_sf of sage_attn_sfs must be float32", "bfloat16"),
+    (sage(q_sf=[]), TypeError, "q_sf of sage_attn_sfs must be a torch.Tensor", "list"),
+    (sage(q_sf=torch.ones(4, 5, device="meta")), ValueError, "sage_attn_sfs is on meta"),
 ]
 
 
@@ -132,7 +166,7 @@ def test_bad_input_is_refused_before_anything_is_written(row: Bad) -> None:
     assert_refused(ragged, good_arguments(), row)
 
 
-@pytest.mark.parametrize("change", [value(), mirrored()])
+@pytest.mark.parametrize("change", [value(), mirrored(), sage()])
 def test_what_the_rows_break_was_good(change: Breaks) -> None:
     good = good_arguments()
     out, _ = ragged(**good | change(good))

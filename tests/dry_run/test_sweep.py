@@ -15,6 +15,7 @@ from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 MLA, RAGGED, DSV4 = AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT, AttentionCall.DSV4_DECODE
+SAGE: dict[str, Any] = {"dims": (128, 128), "causal": False, "sage": (1, 16)}
 
 
 @pytest.mark.parametrize("gpu", sweep.SWEPT_GPUS)
@@ -47,6 +48,16 @@ def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:
         (CONTEXT, {"head_dim": 80, "page_size": 16}, "fmhaSm100fKernel_QkvBfloat16OBfloat16H80PagedKvCausalP16"),
         (MLA, {"heads": 32, "dims": (256, 64)}, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk320HV256PagedKvDenseP64"),
         (RAGGED, {}, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausal"),
+        (
+            RAGGED,
+            SAGE | {"dtypes": "int8/int8/bf16"},
+            "fmhaSm100aKernel_QkInt8VE4m3OBfloat16H128SeparateQkvDenseVarSeqQ128Kv128SageQ1SageK16SageV1",
+        ),
+        (
+            RAGGED,
+            SAGE | {"dtypes": "e4m3/e4m3/fp16", "sage": (1, 4)},
+            "fmhaSm100fKernel_QkvE4m3OFp16H128SeparateQkvDenseVarSeqQ128Kv128SageQ1SageK4SageV1",
+        ),
         (DSV4, {"gap": "1 tokens a page"}, "fmhaSm100fKernel_QkvBfloat16OBfloat16H512HVPerCta128PagedKvDense"),
     ],
 )

@@ -13,6 +13,7 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_KERNELS
 
 B200, B300 = (10, 0), (10, 3)
 DECODE, CONTEXT, MLA, RAGGED = TRTLLM_GEN_KERNELS
+SAGE: dict[str, Any] = {"dims": (128, 128), "causal": False, "sage": (1, 16)}
 IN_TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 
 
@@ -37,6 +38,12 @@ def test_the_plain_call_is_taken_on_sm100_and_sm103_alone(kernel: Kernel) -> Non
         ((12, 1), "SM121"),
     ):
         assert refusal(kernel, capability) == f"{kernel.name} needs a GPU of SM100 and SM103, this is {name}"
+
+
+def test_kernels_of_int8_queries_are_of_sm100_alone() -> None:
+    for capability, words in ((B200, "None"), (B300, "has kernels of int8 queries")):
+        assert words in str(refusal(RAGGED, capability, **SAGE, dtypes="int8/int8/bf16"))
+    assert refusal(RAGGED, B300, **SAGE, dtypes="e4m3/e4m3/bf16") is None
 
 
 TAKEN: list[tuple[Kernel, dict[str, Any]]] = [
@@ -90,6 +97,8 @@ TAKEN: list[tuple[Kernel, dict[str, Any]]] = [
     *[(RAGGED, {"dims": dims}) for dims in ((192, 128), (128, 128), (256, 256))],
     *[(RAGGED, {"dims": dims, "dtypes": "e4m3/e4m3/bf16"}) for dims in ((192, 128), (128, 128), (256, 256))],
     *[(RAGGED, {"dims": (128, 128), "dtypes": f"{q}/{q}/fp16", "causal": False}) for q in ("fp16", "e4m3")],
+    *[(RAGGED, SAGE | {"dtypes": dtypes}) for dtypes in ("int8/int8/bf16", "e4m3/e4m3/bf16", "e4m3/e4m3/fp16")],
+    *[(RAGGED, SAGE | {"dtypes": "int8/int8/bf16", "sage": (1, keys)}) for keys in (1, 4)],
     (RAGGED, {"window_left": 299}),  # of 300 keys: no window
     *[(RAGGED, {"gap": gap}) for gap in ("fused", "16 elements a head")],
 ]
@@ -115,6 +124,18 @@ def test_no_kernel_that_converts_leaves_out_parts_of_the_softmax() -> None:
 
 
 REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
+    (
+        RAGGED,
+        SAGE | {"dtypes": "int8/int8/bf16", "dims": (192, 128)},
+        "with causal=False, head_dim 192; it has them for head_dim 128",
+    ),
+    (
+        RAGGED,
+        SAGE | {"dtypes": "e4m3/e4m3/bf16", "causal": True},
+        "causal rows, head_dim 128; it has them for causal=False",
+    ),
+    (RAGGED, SAGE | {"dtypes": "int8/int8/fp16"}, "writes bf16 for int8 queries, not torch.float16"),
+    (RAGGED, SAGE | {"dtypes": "int8/int8/bf16", "sage": (4, 16)}, "must have 1 row, not 4"),
     (DECODE, {"head_dim": 96}, f"trtllm-gen decode has kernels {IN_TABLE} for head_dim 64, 128, 256 and 512, not 96"),
     (DECODE, {"head_dim": 80}, "head_dim 64, 128, 256 and 512, not 80"),
     (CONTEXT, {"head_dim": 96}, "head_dim 64, 80, 128, 256 and 512, not 96"),

@@ -9,7 +9,10 @@ EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
 # Features of a call that are members of `lab.calls.Feature`, in lower case.
-OF_PROBLEM = ("skip_softmax", "rank_keys", "separate_tables", "block_sparse", "other_v_strides", "interleaved_factors")
+OF_PROBLEM = (
+    *("skip_softmax", "block_scales", "rank_keys", "separate_tables", "block_sparse", "other_v_strides"),
+    "interleaved_factors",
+)
 # Optional arguments that are features only as given or not. A function that requires one does not have its feature.
 GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse")
 # REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
@@ -123,6 +126,7 @@ FEATURES: dict[str, CaseFeature] = {
     "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
     "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
     "skip_softmax": Condition("parts of the softmax {may|may not} be left out", Cost.VALUE),
+    "block_scales": Condition("blocks of rows and of keys have {scales|no scales} (sage_attn_sfs)"),
     "rank": Number("cp_rank is {}", Cost.VALUE),
     "ranks": Number("cp_world is {}", Cost.VALUE),
     "rank_keys": Condition("the keys are {one rank's|all keys}"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import (
     LSE,
@@ -50,6 +50,7 @@ from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.ragged import TILE, RaggedCase, RaggedInputs, build_ragged, padded
+from lab.workloads.inputs.sage import quantised_inputs
 from lab.workloads.inputs.views import GAP, Layout
 
 FEW_KEYS = 50  # estimate of the keys of a request in a large batch
@@ -70,6 +71,8 @@ BELOW_ZERO = "below zero"  # value of "contents": all logits of a row lie betwee
 # exp of these logits underflows in float32 (below e**-103), and exp of their difference overflows (above e**88.7).
 HIGHEST, LOWEST = -110.0, -210.0
 QUERY_COORDINATE = 16.0
+# For each value of the axis "sage": dtype of query and key, rows of a block, keys of a block. None: no scales of blocks.
+SAGE: dict[str, Any] = {"none": None, "int8, 16 keys": (torch.int8, 1, 16), "e4m3, 4 keys": (E4M3, 1, 4)}
 # The value of each element of padding after K and V, which no row may read.
 PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 100.0, RaggedPadding.NAN: math.nan}
 
@@ -96,6 +99,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
+        "sage": tuple(SAGE),
         **softmax_axes(AttentionCall.RAGGED_CONTEXT, ranges),
         "o_sf_scale": (1.0, -1.0, 0.5),
         "out": (*OUT[:4], Output.GIVEN_BF16, Output.GIVEN_FP32),
@@ -161,6 +165,20 @@ RAGGED_RULES = constraints(
         "a sink beside logits below zero leaves nothing of a row": lambda contents, sinks: (
             contents != BELOW_ZERO or sinks == Sinks.NONE
         ),
+        "the kernels with scales of blocks are for heads of 128 and not causal": (
+            lambda sage, head_dims: sage == "none" or head_dims == "128/128",
+            lambda sage, causal: sage == "none" or not causal,
+        ),
+        "FlashInfer refuses empty requests with scales of blocks": (
+            lambda sage, lengths: sage == "none" or lengths not in (*Without,),
+            lambda sage, offsets: sage == "none" or offsets == Offsets.PLAIN,
+        ),
+        "tensors of bf16 or fp16 are quantised, without padding": (
+            lambda sage, dtype: sage == "none" or dtype != "e4m3",
+            lambda sage, padding: sage == "none" or padding == RaggedPadding.NONE,
+            lambda sage, contents: sage == "none" or contents == "random",
+            lambda sage, bmm1_scale: sage == "none" or bmm1_scale != LogitScale.SMALL,
+        ),
         "lengths on the host leave no row or key after the last offset": lambda padding, mirrors: (
             padding == RaggedPadding.NONE or mirrors == "none"
         ),
@@ -180,7 +198,8 @@ def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInp
     inputs = build_ragged(ragged_case(of), device)
     inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
     sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
-    return replace(inputs, sinks=sinks, with_padding=False)
+    inputs = replace(inputs, sinks=sinks, with_padding=False)
+    return inputs if of["sage"] == "none" else quantised_inputs(inputs, *SAGE[of["sage"]])
 
 
 def ragged_case(of: Chosen) -> RaggedCase:

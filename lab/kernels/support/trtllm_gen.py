@@ -15,6 +15,7 @@ import torch
 
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
+from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     HALVES,
@@ -46,6 +47,7 @@ TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 HEADS = f"has kernels {TABLE} for head_dim"
 OF_E4M3 = triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES))
 OF_NVFP4 = triples((E4M3,), (NVFP4,), (E4M3,))
+INT8_QUERIES = triples((torch.int8,), (torch.int8,), (torch.bfloat16,))
 # Only for decode. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer requests.
 WIDER_QUERIES = frozenset((q, E4M3, q) for q in HALF_DTYPES)
 SMALL_PAGES = (16, 32, 64)
@@ -88,6 +90,8 @@ RAGGED_BUILT = (
     Built(MLA_DTYPES.triples, tuple(RAGGED_SIZES.among), (None,), (MaskKind.CAUSAL, MaskKind.FULL)),
     Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (MaskKind.FULL,)),
 )
+# With scales of blocks: of 1, 4 or 16 keys, and of single rows. Those of int8 queries are only for SM100.
+SAGE_BUILT = (Built(triples((E4M3,), (E4M3,), HALF_DTYPES) | INT8_QUERIES, ((128, 128),), (None,), (MaskKind.FULL,)),)
 # Largest number of query heads of a K/V head in one CTA (`selectGqGenerationKernel`). It is smaller in kernels that convert K/V
 # to the query's dtype, except for bf16 over e4m3, which is converted separately (`supportsGqaGroupingTokensHeadsQ`).
 HEADS_OF_A_CTA, HEADS_OF_A_CONVERTING_CTA = 128, 16
@@ -151,6 +155,13 @@ def _not_skipped(problem: Problem) -> str | None:
     if problem.skip_softmax and problem.query.dtype != problem.kv_dtype:
         return f"has no kernel {TABLE} that leaves out parts of the softmax for {problem.query.dtype} over {problem.kv_dtype}"
     return None
+
+
+def _ragged_not_built(problem: RaggedAttention) -> str | None:
+    scales = problem.block_scales
+    if scales is not None and scales.q_block != 1:
+        return f"has a scale for each row of a head {TABLE}: a block of sage_attn_sfs must have 1 row, not {scales.q_block}"
+    return _not_built(RAGGED_BUILT if scales is None else SAGE_BUILT, problem)
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
@@ -256,11 +267,13 @@ LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
     AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _not_skipped, _too_many_heads, _unread_factors, _unread),
     AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _not_skipped, _unread_factors, _unread),
     AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, _selected, division, _unread),
-    AttentionCall.RAGGED_CONTEXT: (partial(_not_built, RAGGED_BUILT), _unread),
+    AttentionCall.RAGGED_CONTEXT: (_ragged_not_built, _unread),
 }
 
 
-def _limits(_capability: Capability | None, problem: Problem) -> str | None:
+def _limits(capability: Capability | None, problem: Problem) -> str | None:
+    if problem.query.dtype == torch.int8 and capability != SM100.capabilities[0]:
+        return f"has kernels of int8 queries {TABLE} for SM100 alone, not for this GPU"
     return next((words for limit in LIMITS[problem.call] if (words := limit(problem)) is not None), None)
 
 
@@ -317,13 +330,17 @@ TRTLLM_GEN_RAGGED = gen_kernel(
     "trtllm-gen ragged",
     calls=(AttentionCall.RAGGED_CONTEXT,),
     dtypes=Dtypes(
-        HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
+        HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES) | INT8_QUERIES,
         GEN_QUERIES,
         kv="takes K/V in the query's dtype, not {kv}",
-        out=dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
+        out={
+            **dict.fromkeys(HALF_DTYPES, OF_A_HALF),
+            E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}",
+            torch.int8: "writes bf16 for int8 queries, not {out}",
+        },
     ),
     sizes=(RAGGED_SIZES,),
-    honours=HONOURS | {Feature.NON_CAUSAL},
+    honours=HONOURS | {Feature.NON_CAUSAL, Feature.BLOCK_SCALES},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher passes on the strides of K and V alone
 )
 TRTLLM_GEN_KERNELS = (TRTLLM_GEN_DECODE, TRTLLM_GEN_CONTEXT, TRTLLM_GEN_MLA, TRTLLM_GEN_RAGGED)
