@@ -143,8 +143,8 @@ def _refusals(kernel: Kernel, capability: Capability, problem: Problem) -> Itera
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
     yield from (kernel.says.get(each, each.value) for each in problem.features() - kernel.honours)
-    limits = (*LIMITS.get(problem.call, ()), partial(kernel.limits, capability))
-    yield from filter(None, (limit(problem) for limit in limits))
+    of_problem = (limit(problem) for limit in LIMITS.get(problem.call, ()))
+    yield from filter(None, (*of_problem, kernel.limits(capability, problem)))
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
