@@ -132,8 +132,7 @@ class AttentionCase:
     #: columns of the entries that each row of an MLA call selects (`sparse_mla_top_k`); 0: rows see all keys
     top_k: int = 0
     entries: Entries | None = None  #: the keys that rows select; None without top_k
-    #: the call has `sparse_mla_top_k_lens`. Each row's entries then stand in its first columns, and each row has one, as
-    #: FlashInfer 0.7.2 requires
+    #: the call has `sparse_mla_top_k_lens`: each row selects a key or more, in its first columns, as FlashInfer 0.7.2 requires
     top_k_lens: bool = False
     head_pages: HeadPages | None = None  #: the pages that K/V heads select in a block-sparse DECODE; None: all pages
     rank: tuple[int, int] | None = None  #: (rank, ranks) with context parallelism: `kv_lens` are then the rank's keys

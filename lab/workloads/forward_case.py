@@ -85,9 +85,8 @@ class ForwardCase(GroupedLayer, PassCase):
     #: in vLLM, number of padding requests, which have no rows and no keys and follow the requests, as in a CUDA graph. Only in
     #: passes of the decode call alone. `num_padding_rows` are their rows in the graph
     num_padding_requests: int = 0
-    #: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V: the query's
-    #: dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3
-    #: cache and one query token)
+    #: as in `AttentionCase`; None: the query's dtype after its cast. XQA on SM90 rounds the operands to e4m3 for an e4m3 cache
+    #: and one query token
     arithmetic: torch.dtype | None = None
     virtual_slots: bool = False
     contents: Contents = Contents.RANDOM

@@ -1,4 +1,7 @@
-"""Compare the metadata of a forward pass with `lab.references.forward_metadata`. Each function describes the first error."""
+"""Compare the metadata of forward passes with the expected metadata, which `lab.references.forward_metadata` computes.
+
+Each function `wrong_…` returns a sentence about the first error, "" if there is none, or yields a sentence for each error.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -38,7 +41,6 @@ OF_DSV4_PREFILL = ("cum_seq_lens_q", "request_lens")  # tensors of `DSV4Metadata
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in one rank's rows or metadata of a context-parallel extend; "" if none."""
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
     padded = -(-widest // (2 * num_ranks)) * 2 * num_ranks
@@ -53,7 +55,6 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first wrong length, offset or page of the batch's requests, padding excepted; "" if none."""
     expected = forward_metadata(batch, pool) if expected is None else expected
     pairs = {
         **_leading("cache_seqlens", metadata.cache_seqlens_int32, expected.cache_seqlens),
@@ -80,7 +81,6 @@ def wrong_metadata(
 def wrong_eager_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, *, expand_encoder_only_verify: bool | None = None
 ) -> str:
-    """Return a sentence about the first wrong cell, shape or dtype in the metadata of an eager pass; "" if none."""
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
     tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)
@@ -115,11 +115,10 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first page-table cell after a request's pages that is not page 0; "" if none."""
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
-            dead = set(getattr(metadata, name)[request, len(pages) :].tolist()) - {0}
+            dead = set(getattr(metadata, name)[request, len(pages) :].tolist()) - {0}  # page 0 is the sink
             if dead:
                 return f"{name}[{request}] names {sorted(dead)[:4]} after its {len(pages)} live pages, not the sink"
     return ""
@@ -130,9 +129,8 @@ def wrong_mla_metadata(
     pool: KVPool,
     metadata: TRTLLMMLADecodeMetadata,
     attention: DraftAttention,
-    block: int | None = None,
+    block: int | None = None,  # query rows per request in a CUDA graph; None in an eager pass
 ) -> str:
-    """Return a sentence about the first wrong value, "" if none. `block`: query rows per request in a CUDA graph, or None."""
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
     pairs = {
         **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),
@@ -151,7 +149,6 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield a sentence for each error in the MLA metadata of an eager pass; after a wrong cell no more."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -189,17 +186,13 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    """Return a sentence about the first wrong length in the metadata of a block-sparse pass; "" if none."""
     lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()
     return _first_difference({"seq_lens": (of_rows, [lens] * len(topk_pages))})
 
 
-def wrong_dsa_metadata(
-    batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
-) -> str:
-    """Return a sentence about the first wrong length or entry in the metadata of DeepSeek sparse attention; "" if none."""
-    expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
+def wrong_dsa_metadata(batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor) -> str:
+    expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=topk_indices.shape[1])
     lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
     places = _leading("the places of the selected entries", metadata.places(topk_indices), expected.places)
     return _first_difference(lens | places)
@@ -212,7 +205,6 @@ def wrong_dsv4_metadata(
     compress_ratio: int | None = None,
     topk_indices: torch.Tensor | None = None,
 ) -> str:
-    """Return a sentence about the first error in the metadata of DeepSeek-V4; "" if none."""
     mode = batch.forward_mode
     if compress_ratio is None:  # a draft model has no compressed entries
         is_draft = mode.extends_draft or (mode.query_rows is QueryRows.ONE and batch.spec_info is not None)
@@ -252,7 +244,6 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield a sentence about the first error, if any, in a result of `build_mla_prefill_metadata` for these arguments."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     falls_back = in_prefill_graph or (disable_chunked_prefix_cache and has_prefix)

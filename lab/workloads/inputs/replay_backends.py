@@ -223,7 +223,7 @@ class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
         self.selected = draw_positions(seen, self.topk_indices.shape[1], self.generator)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
-        return wrong_dsa_metadata(batch, self.pool, result.metadata, self.selected, self.selected.shape[1])
+        return wrong_dsa_metadata(batch, self.pool, result.metadata, self.selected)
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
         lens = self._padded_lens(batch, metadata, length)
