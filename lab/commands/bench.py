@@ -31,8 +31,7 @@ def bench(
     ] = "",
     calls: TimedCalls = None,
 ) -> None:
-    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, only check that the results of the scenarios
-    are right.
+    """Time the default scenarios or recorded calls on the GPU. Without a GPU, only check the scenarios' results.
 
     The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own, those of
     pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md).

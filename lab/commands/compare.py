@@ -82,8 +82,7 @@ def releases(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show which known failures (findings) of kernels are present in each release of a package, and the changes between
-    releases.
+    """Show which known failures (findings) each release of a package has, and the changes between releases.
 
     A finding is "not reachable" in a release if none of its cases has a result there. Exit status: 125 if the reports have
     different settings.

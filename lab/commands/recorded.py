@@ -80,8 +80,7 @@ def shrink(
     ] = False,
     synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
 ) -> None:
-    """Find the smallest call that is wrong like a recorded call, and write a program that makes this call with FlashInfer
-    alone.
+    """Find the smallest call that is wrong like a recorded one, and write a program that makes it with FlashInfer alone.
 
     Ctrl-C ends the search. Then the smallest call that was found so far is written.
     """
