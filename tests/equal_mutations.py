@@ -8,6 +8,10 @@ EQUAL_LENGTHS = {
         "for stride, size in sorted(zip(strides, shape, strict=True)):",
         "elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))",
     ),
+    "lab/references/assertion.py": (
+        "for history, q_len in zip(histories, q_lens, strict=True)",
+        "k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))",
+    ),
     "lab/references/forward_metadata.py": (
         "return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]",
         "for row, own, most in zip(batch.req_pool_indices.tolist(), seen, padded, strict=True):",
@@ -23,8 +27,8 @@ EQUAL_LENGTHS = {
         "for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):",
     ),
     "lab/references/paged_attention.py": (
-        "k_places, v_places = zip(*places_of_requests(problem, chosen), strict=True)",
-        "return list(zip(k.split(kv_lens), v.split(kv_lens), strict=True))",
+        "return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]",
+        "self.v_pages = dict(zip(self.tiles, pages[len(self.tiles) :], strict=True))",
     ),
     "lab/timing/sampling.py": ("us, host_us = (statistics.median(side) for side in zip(*both, strict=True))",),
     "lab/timing/staging.py": (
@@ -58,9 +62,19 @@ EQUAL_LENGTHS = {
 EQUAL: dict[tuple[str, str, str], str] = {
     (
         "lab/references/softmax_attention.py",
-        "out = sums.view(*by_row, values.shape[3]).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)",
-        "out = sums.view(*by_row, values.shape[3]).div_(denominator.masked_fill(denominator <= 0, 1.0)).mul_(bmm2_scale)",
+        "GPU_TILE_ELEMENTS = 2**25",
+        "GPU_TILE_ELEMENTS = 2-25",
+    ): ON_A_GPU,
+    (
+        "lab/references/softmax_attention.py",
+        "out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)",
+        "out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator <= 0, 1.0)).mul_(bmm2_scale)",
     ): "a denominator is a sum of exponentials and never negative",
+    (
+        "lab/references/paged_attention.py",
+        "return unseen.nonzero().to(self.request.device, non_blocking=True).unbind(1)",
+        "return unseen.nonzero().to(self.request.device, non_blocking=False).unbind(1)",
+    ): ON_A_GPU,
     (
         "lab/references/errors.py",
         "ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)",
@@ -86,11 +100,21 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "max_q_len=1,",
         "max_q_len= 0,",
     ): "only a mask needs it, and a call that selects entries has none",
+    (
+        "lab/references/paged_attention.py",
+        "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 1)))",
+        "rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 2)))",
+    ): "it changes how many rows are computed together, and so the memory that is used, and no result",
     **{
         (path, line, line.replace("!=", ">")): "it is cpu or cuda"
         for path in ("lab/references/assertion.py", "lab/references/paged_attention.py")
         for line in ('if problem.query.device.type != "cpu":  # on a CPU the call has been checked already',)
     },
+    (
+        "lab/references/paged_attention.py",
+        "rows = pages = 0",
+        "rows = pages = -1",
+    ): "each is the largest of numbers that are not negative",
     (
         "lab/kernels/support/xqa.py",
         "if head_dim > 256:  # `gen_xqa_module`",
@@ -144,6 +168,11 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)",
         "return every.index_select( -1, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)",
     ): "the table has one dimension",
+    (
+        "lab/references/softmax_attention.py",
+        "if out.is_cuda or out.is_contiguous():",
+        "if not out.is_cuda or out.is_contiguous():",
+    ): "both ways compute the same products, and only the time depends on it",
     **{
         ("lab/references/softmax_attention.py", line, line.replace("visible & (", "visible * (")): "both are bool"
         for line in ("visible = visible & (keys <= rows)", "visible = visible & (keys >= rows - window_left)")
@@ -208,6 +237,11 @@ EQUAL: dict[tuple[str, str, str], str] = {
         'if problem.query.device.type != "cpu":  # on a CPU the call has been checked already',
         'if not problem.query.device.type != "cpu":  # on a CPU the call has been checked already',
     ): "only a GPU needs it, and a second check finds nothing",
+    (
+        "lab/references/softmax_attention.py",
+        "GPU_TILE_ELEMENTS = 2**25",
+        "GPU_TILE_ELEMENTS = 2|25",
+    ): ON_A_GPU,
     (
         "lab/timing/gpu_time.py",
         "check = asked[0].redraw.check_of(asked[0].seeds, whole=asked[0].whole)",

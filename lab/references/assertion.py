@@ -1,6 +1,7 @@
 """An assertion for tests of other projects: compare a kernel's output with float64, by the judge's bound."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES, PagedAttention, Problem, refuse_nan
+from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.entry import with_own_settings
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, shown_draft_tokens
 from lab.references.errors import Truth
-from lab.references.paged_attention import histories_of, softmax_inputs, with_rows_as_requests
+from lab.references.paged_attention import plain_v_scales
 from lab.references.plain_attention import check_arithmetic
-from lab.references.softmax_attention import History
-from lab.references.truth import truth_of_requests, with_requests
+from lab.references.quantization import dequantize_nvfp4
+from lab.references.softmax_attention import History, Rules
+from lab.references.truth import truth_of_requests, truth_of_selected, with_requests
 
 NEXT_STEP = "`lab judge` with the kernel's module or file finds which other calls are wrong"
 
@@ -156,8 +159,7 @@ def truth_of_problem(
     Args:
         arithmetic: dtype of the control's operands; None: the query's dtype, e4m3 with scales of blocks.
         requests: the requests whose rows are computed, in this order; None: all.
-        histories: the result of `histories_of` for the same requests; None: it is computed. Ignored if rows of a request see
-            different keys: in block-sparse calls, and if rows select entries.
+        histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
     """
     if isinstance(problem, PagedAttention):
         problem = problem.of_one_pool()
@@ -167,11 +169,60 @@ def truth_of_problem(
         return Truth.of_heads(
             [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
         )
-    offsets = problem.row_offsets()
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        offsets = problem.row_offsets()
+        chosen = range(problem.batch_size) if requests is None else requests
+        rows_of = [range(*offsets[each : each + 2]) for each in chosen]
+        truth = truth_of_problem(problem.of_rows(), arithmetic, requests=list(itertools.chain(*rows_of)))
+        return with_requests(truth, [len(rows) for rows in rows_of])
     chosen = range(problem.batch_size) if requests is None else requests
+    offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]
-    if isinstance(problem, PagedAttention) and (by_row := with_rows_as_requests(problem)) is not problem:
-        rows = [row for request in chosen for row in range(offsets[request], offsets[request + 1])]
-        return with_requests(truth_of_problem(by_row, arithmetic, requests=rows), q_lens)
-    histories = histories_of(problem, chosen) if histories is None else histories
-    return truth_of_requests(*softmax_inputs(problem, chosen, histories, arithmetic))
+    histories = histories_of(problem, chosen) if histories is None else list(histories)
+    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        selected = [indices for _, indices in selections_of(problem, chosen)]
+        return truth_of_selected(query, histories, selected, Rules.of(problem, arithmetic))
+    if problem.window_left >= 0:
+        histories = [
+            _without_unseen(history, q_len, problem.window_left)
+            for history, q_len in zip(histories, q_lens, strict=True)
+        ]
+    mask = problem.mask if isinstance(problem, PagedAttention) else None
+    shown = None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)])
+    return truth_of_requests(query, histories, q_lens, Rules.of(problem, arithmetic, shown))
+
+
+def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
+    """Return (K, V) of each request (None: of all), [kv_len, num_kv_heads, head_dim] each, read through the problem's page
+    tables or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`).
+    """
+    chosen = range(problem.batch_size) if requests is None else requests
+    if not isinstance(problem, PagedAttention):
+        parts = problem.dequantized().parts()
+        return [parts[request] for request in chosen]
+    problem = problem.of_one_pool()
+    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, plain_v_scales(problem)))
+    histories = []
+    for places in places_of_requests(problem, chosen):
+        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
+        histories.append((k, v))
+    return histories
+
+
+def _without_unseen(history: History, q_len: int, window_left: int) -> History:
+    """Return K and V with zeros for the keys before all windows: an engine may have freed their pages."""
+    unseen = max(0, len(history[0]) - q_len - window_left)
+    k, v = (side.clone() for side in history)
+    for side in (k, v):
+        side[:unseen] = 0
+    return k, v
+
+
+def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
+    """Return the entries of a cache with the token indices `places`, [len(places), num_kv_heads, head_dim], dequantised."""
+    slots = places // page_size, slice(None), places % page_size
+    entries = cache[slots]
+    if scale_factors is None:
+        return entries
+    return dequantize_nvfp4(entries, scale_factors[slots]).to(torch.float32)  # exact: of six bits

@@ -10,20 +10,18 @@ E2M1_MAX = 6.0  # largest e2m1 magnitude
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def dequantize_nvfp4(
-    packed: torch.Tensor, scale_factors: torch.Tensor, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    """Return NVFP4 values in `dtype`, float32 or float64, [..., head_dim], without the cache's global scale.
+def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
+    """Return NVFP4 values in float64 [..., head_dim]. They are not multiplied by the cache's global scale.
 
     Args:
         packed: uint8 [..., head_dim // 2]. The even element of a pair is in the low four bits.
         scale_factors: e4m3 [..., head_dim // 16], one per 16 elements, in token order (not interleaved).
     """
-    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=dtype)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
     of_codes = torch.cat((magnitudes, -magnitudes))
     pairs = torch.stack((of_codes.repeat(16), of_codes.repeat_interleave(16)), dim=1)  # of every byte
     values = pairs.to(packed.device, non_blocking=True).index_select(0, packed.flatten().to(torch.int32))
-    by_block = values.view(*scale_factors.shape, NVFP4_BLOCK) * widened(scale_factors, dtype).unsqueeze(-1)
+    by_block = values.view(*scale_factors.shape, NVFP4_BLOCK) * widened(scale_factors, torch.float64).unsqueeze(-1)
     return by_block.flatten(-2)
 
 

@@ -1,13 +1,19 @@
 """Softmax attention of checked arguments: exactly in float64, and as the control, in low precision.
 
-The exact algorithm first multiplies the query by K, for all scores, and after the softmax the weights by V. Tiles of keys are
-converted to float64 one at a time. The control is the same attention by plain low-precision torch operations. Its error bounds
-a kernel's error.
+The exact algorithm reads the tiles of K first, for all scores, and after the softmax the tiles of V, for the weighted sums. A
+tile is a range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
+
+    request 0  | tile 0 | tile 1 |
+    request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
+
+The control is the same attention by plain low-precision torch operations. Its error bounds a kernel's error.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +26,12 @@ E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 # take 0.5 GiB on a CPU. The limit on K and V keeps short requests from being padded to long ones. It is larger on a GPU, where
 # the number of launches limits the speed.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
-# Largest number of elements of K and V of requests that are copied, so that they are computed together.
-COPIED_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+# K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
+TOGETHER = 16
 # Largest number of elements of K or V in float64 at a time: 4 MiB, which a CPU's cache holds. On a GPU it is 256 MiB, because a
 # tile that fits its L2 is no faster, and each tile costs seven launches (results/nvidia-h200/README.md).
-TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
+TILE_ELEMENTS = 2**19
+GPU_TILE_ELEMENTS = 2**25
 # Upper limit of the share of weights that skip-softmax leaves out. A threshold above 1 would leave out all.
 LARGEST_SHARE = 1 - 2.0**-40
 SKIP_ROUNDING = 1.01  # a kernel may round a weight by this factor before it compares it with the threshold
@@ -82,31 +89,90 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)
 
 
-@torch.no_grad()  # scores and sums are written in place
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse_log2) of `lab.references.attention`, both float64, without checks of the arguments."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
-    by_row = (batch, num_kv_heads, query.shape[1], query.shape[2] // num_kv_heads)
-    elements = batch * num_kv_heads * max(head_dim, values.shape[3])  # of one key of each request
-    step = max(TILE_ELEMENTS[query.device.type] // max(elements, 1), 1)
-    tiles = [slice(start, min(start + step, kv_len)) for start in range(0, kv_len, step)]
+    v_head_dim = values.shape[3]
 
-    def in_float64(side: Tensor, tile: slice) -> Tensor:  # [batch * num_kv_heads, keys, head_dim]
-        return side[:, tile].transpose(1, 2).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+    def in_float64(side: Tensor, tile: Tile) -> Tensor:
+        by_head = side[:, tile.start : tile.end].transpose(1, 2)
+        return by_head.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+
+    kv = TiledKV(
+        keys=partial(in_float64, keys),
+        values=partial(in_float64, values),
+        tiles=tiles([kv_len] * batch, num_kv_heads * max(head_dim, v_head_dim), query.device),
+        kv_len=kv_len,
+        num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim,
+    )
+    return attention_by_tiles(query, kv, lambda: visible, softmax)
+
+
+class Tile(NamedTuple):
+    """The keys `start` to `end` - 1 of all requests from index `first_request` on. Requests are sorted by length."""
+
+    first_request: int
+    start: int
+    end: int
+
+
+class TiledKV(NamedTuple):
+    """K and V of a batch, read one tile at a time. `keys` and `values` return one tile, contiguous float64 [requests *
+    num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    """
+
+    keys: Callable[[Tile], Tensor]
+    values: Callable[[Tile], Tensor]
+    tiles: list[Tile]
+    kv_len: int
+    num_kv_heads: int
+    v_head_dim: int
+
+
+def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
+    """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
+
+    `kv_lens` are ascending multiples of `step`, as are the tiles' first keys. A key has `elements` elements in K or in V,
+    whichever has more.
+    """
+    keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
+    found = []
+    first = start = 0
+    while kv_lens and start < kv_lens[-1]:
+        while kv_lens[first] <= start:
+            first += 1
+        width = max(keys_at_once // (len(kv_lens) - first) // step, 1) * step
+        found.append(Tile(first, start, min(start + width, kv_lens[-1])))
+        start += width
+    return found
+
+
+@torch.no_grad()  # scores and sums are written in place
+def attention_by_tiles(
+    query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time.
+    `visible` returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
+    """
+    batch, q_len, num_qo_heads, _ = query.shape
+    num_kv_heads = kv.num_kv_heads
+    by_row = (batch, num_kv_heads, q_len, num_qo_heads // num_kv_heads)
 
     # [batch * num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
     rows = query.to(torch.float64).unflatten(2, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
     bmm1_scale, bmm2_scale = float(softmax.bmm1_scale), float(softmax.bmm2_scale)  # before the GPU has work
-    scores = rows.new_empty(*rows.shape[:2], kv_len)
-    for tile in tiles:
-        scores[:, :, tile] = rows @ in_float64(keys, tile).mT
+    scores = rows.new_empty(*rows.shape[:2], kv.kv_len)
+    for tile in kv.tiles:
+        first = tile.first_request * num_kv_heads
+        _write_products(scores[first:, :, tile.start : tile.end], rows[first:], kv.keys(tile).mT)
 
     # [batch, num_kv_heads, q_len, group, kv_len], in place: they are the largest tensor of a long prompt.
-    scores = scores.mul_(bmm1_scale).view(*by_row, kv_len).masked_fill_(~visible[:, None, :, None], -math.inf)
+    scores = scores.mul_(bmm1_scale).view(*by_row, kv.kv_len).masked_fill_(~visible()[:, None, :, None], -math.inf)
     # [batch, num_kv_heads, q_len, group, 1]
-    largest = scores.amax(dim=4, keepdim=True) if kv_len else scores.new_full((*by_row, 1), -math.inf)
+    largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), -math.inf)
     sink_logits = None
     if softmax.sinks is not None:
         sink_logits = softmax.sinks.to(torch.float64).view(num_kv_heads, 1, by_row[3], 1)
@@ -118,13 +184,22 @@ def unchecked_attention(
         denominator = denominator + torch.exp(sink_logits - origin)
     lse_log2 = (origin + torch.log(denominator)) / math.log(2.0)
 
-    weights = weights.view(*rows.shape[:2], kv_len)
-    sums = rows.new_zeros(*rows.shape[:2], values.shape[3])
-    for tile in tiles:
-        sums.baddbmm_(weights[:, :, tile], in_float64(values, tile))
+    weights = weights.view(*rows.shape[:2], kv.kv_len)
+    sums = rows.new_zeros(*rows.shape[:2], kv.v_head_dim)
+    for tile in kv.tiles:
+        first = tile.first_request * num_kv_heads
+        sums[first:].baddbmm_(weights[first:, :, tile.start : tile.end], kv.values(tile))
     # [batch, num_kv_heads, q_len, group, v_head_dim], in place too
-    out = sums.view(*by_row, values.shape[3]).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
+    out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
     return out.transpose(1, 2).flatten(2, 3), lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
+
+
+def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write `left @ right` to `out`. On a CPU a strided view gets a copy, because torch would write one matrix at a time."""
+    if out.is_cuda or out.is_contiguous():
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
 
 
 def visible_keys(
@@ -278,7 +353,7 @@ def solved_requests(
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
-    for requests in _together(query, histories, q_lens, COPIED_ELEMENTS[query.device.type]):
+    for requests in _together(query, histories, q_lens, most // TOGETHER):
         rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         keys, values = stacked([histories[request] for request in requests])
@@ -288,10 +363,8 @@ def solved_requests(
             visible = visible_to(
                 rows, q_len, keys.shape[1], shown, query.device, causal=rules.causal, window_left=rules.window_left
             ).expand(len(requests), -1, -1)
-            # An engine may have freed the pages of keys before the first row's window.
-            seen_from = 0 if rules.window_left < 0 else max(0, keys.shape[1] - q_len + start - rules.window_left)
-            place, seen = rows_of_each[:, rows.start : rows.stop], slice(seen_from, visible.shape[2])
-            inputs = query[place], keys[:, seen], values[:, seen], visible[:, :, seen], rules
+            place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
+            inputs = query[place], keys[:, :last], values[:, :last], visible, rules
             out, lse_log2 = unchecked_attention(*inputs)
             control = skipped = None
             if with_control:

@@ -11,7 +11,7 @@ from lab.references.errors import Truth
 from lab.references.softmax_attention import History, Rules, rounded, saturated, solved_requests
 
 
-def truth_of_requests(query: Tensor, histories: Sequence[History], q_lens: list[int], rules: Rules) -> Truth:
+def truth_of_requests(query: Tensor, histories: list[History], q_lens: list[int], rules: Rules) -> Truth:
     """Return the expected results of the rows of consecutive requests.
 
     Args:
@@ -68,7 +68,7 @@ def truth_of_heads(
     return Truth.of_heads(parts)
 
 
-def _error_of_scaled_values(query: Tensor, histories: Sequence[History], rules: Rules) -> float:
+def _error_of_scaled_values(query: Tensor, histories: list[History], rules: Rules) -> float:
     """Return the largest relative bias of a right kernel that multiplies a quantised cache's values by bmm2_scale and rounds
     the products: half of the largest rounding error.
 

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab.references import (
     attention,
     relative_l2,
+    softmax_attention,
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
     trtllm_ragged_attention_deepseek,
 )
-from lab.references.softmax_attention import COPIED_ELEMENTS, PIECE_ELEMENTS, TILE_ELEMENTS
+from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS, Tile, tiles
 from tests.cases import (
     Batch,
     assert_same,
@@ -31,16 +32,25 @@ from tests.cases import (
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_keys_seen import MASKS
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(params=[(1, None), (500, None), (3000, None), (None, 1), (None, 300), (None, 2000), (None, 10_000)])
 def few_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one page, of some, and of unequal widths; or pieces of one row, of some, and of several requests."""
     of_a_tile, of_a_piece = request.param
     if of_a_tile is not None:
-        monkeypatch.setitem(TILE_ELEMENTS, "cpu", of_a_tile)
+        monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", of_a_tile)
     else:
         monkeypatch.setitem(PIECE_ELEMENTS, "cpu", of_a_piece)
-        monkeypatch.setitem(COPIED_ELEMENTS, "cpu", of_a_piece)
+
+
+def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 keys of 2 elements at a time: 8 of each of three requests, 24 of the last one, and what is left of it."""
+    monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", 48)
+    assert tiles([8, 8, 44], 2, CPU, step=4) == [Tile(0, 0, 8), Tile(2, 8, 32), Tile(2, 32, 44)]
+    assert tiles([4, 12], 100, CPU, step=4) == [Tile(0, 0, 4), Tile(1, 4, 8), Tile(1, 8, 12)]  # a page, if need be
+    assert tiles([0, 0], 2, CPU) == tiles([], 2, CPU) == []
 
 
 @pytest.mark.usefixtures("few_elements")
@@ -116,11 +126,11 @@ def by_definition(batch: Batch, bmm1_scale: float) -> Tensor:
 @pytest.mark.parametrize("lengths", [[20_001], [3, 1000, 6000, 9000]])
 def test_no_more_than_a_tile_of_a_long_request_is_float64(lengths: list[int]) -> None:
     batch = random_batch([1] * len(lengths), lengths, heads=(8, 2), head_dim=64)
-    assert max(lengths) * 2 * 64 > 2 * TILE_ELEMENTS["cpu"]
+    assert max(lengths) * 2 * 64 > 2 * TILE_ELEMENTS
     arguments = decode_arguments(batch, 16, bmm1_scale=0.125, poison=math.nan)
     with Float64Seen() as seen:
         out, _ = trtllm_batch_decode_with_kv_cache(**arguments)
-    assert seen.elements <= max(TILE_ELEMENTS["cpu"], len(lengths) * 8 * (max(lengths) + 16))  # or all scores
+    assert seen.elements <= max(TILE_ELEMENTS, len(lengths) * 8 * (max(lengths) + 16))  # or all scores
     assert relative_l2(out, by_definition(batch, 0.125)).max() < 1e-13
 
 
@@ -129,7 +139,7 @@ def test_plain_keys_and_values_too() -> None:
     query, keys, values = (torch.stack(side) for side in (batch.queries, batch.keys, batch.values))
     with Float64Seen() as seen:
         out, _ = attention(query, keys, values, torch.ones(1, 1, 20_001, dtype=torch.bool), bmm1_scale=0.125)
-    assert seen.elements <= TILE_ELEMENTS["cpu"]
+    assert seen.elements <= TILE_ELEMENTS
     assert relative_l2(out[0], by_definition(batch, 0.125)).max() < 1e-13
 
 
