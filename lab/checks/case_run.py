@@ -255,7 +255,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Read the features of a call that is about to be made. Later errors are recorded with them."""
+        """Read the features (named properties such as `kv_len`) of the next call. Later errors are recorded with them."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):

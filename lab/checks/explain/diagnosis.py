@@ -200,7 +200,7 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The units among which rules are searched: requests of results, or results whose requests were not compared."""
+    """The units that failure rules separate into wrong and right: requests of results, or results without compared requests."""
 
     results: list[CaseResult]
     features: list[Features]  # of each unit
@@ -333,8 +333,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names the checks without an error of their own: in each wrong case of these
-    checks, the first call is already wrong. A first call that fails does not count.
+    """Return for each function a sentence that names the checks without an error of their own: in all wrong cases of such a
+    check, the first call is already wrong. A first call that fails does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

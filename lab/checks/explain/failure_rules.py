@@ -54,7 +54,7 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return for which units the test is true, bool [units]. `units` has the features of each unit."""
+        """Return for which units (requests or results) the test is true, bool [units]. `units` has their features."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -64,8 +64,8 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return at most `MOST_RULES` rules that separate wrong units from right ones, the most informative rule first. A single
-    rule without literals means that results are wrong everywhere. `cases` has the case number of each unit.
+    """Return at most `MOST_RULES` rules that separate wrong units (requests or results) from right ones, the best rule first. A
+    single rule without literals means that results are wrong everywhere. `cases` has the case number of each unit.
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
@@ -188,7 +188,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove negated literals that may exclude only units that are right by chance."""
+        """Remove negated tests from a rule if the units that they exclude may be right by chance."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -205,7 +205,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest rule of one literal that holds for all wrong units and for few right units, or ()."""
+        """Return the cheapest rule of one literal (test of a feature) that holds for all wrong units and few right ones, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -213,7 +213,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the rule of at most three literals that saves the most bits, or () if none saves any."""
+    """Return the rule of at most three literals that saves the most bits of description length, or () if none saves any."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if not len(holds):

@@ -130,7 +130,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Merge the features of requests into those of their call. A condition holds for any request; a number is the largest."""
+    """Merge the features of requests into those of their call: a condition that is true for any request, the largest number."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():

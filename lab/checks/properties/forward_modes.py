@@ -41,7 +41,7 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield passes of a model in each forward mode of the MHA backend. The prefixes in `long` exceed the sliding window."""
+    """Yield forward passes of a model in each forward mode of the MHA backend. Prefixes in `long` exceed the sliding window."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
         return ForwardCase(mode, name, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **settings)
@@ -103,7 +103,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield passes as vLLM makes them: padded as in a CUDA graph, or split into a decode call and a context call."""
+    """Yield forward passes of vLLM: padded as in a CUDA graph, or split into a decode call and a context call."""
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
     def case(engine: Engine, q_lens: Sequence[int], threshold: int = 1, **settings: Any) -> ForwardCase:
@@ -130,7 +130,7 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
 
 
 def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
-    """Yield passes of MiniMax-M3's block-sparse attention. One query row sees one page more than it may select."""
+    """Yield forward passes of MiniMax-M3 (block-sparse attention). One query row sees one page more than it may select."""
     dtype = pass_dtypes(ranges.dtypes[0])["dtype"]
     modes = ((ForwardMode.DECODE, 1), *((ForwardMode.TARGET_VERIFY, q_len) for q_len in q_lens))
     for mode, q_len in modes if (dtype, dtype) in ranges.dtypes else ():
@@ -139,7 +139,7 @@ def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[Forwar
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield passes with an e4m3 query over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it."""
+    """Yield forward passes with an e4m3 query over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it."""
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
         (ForwardMode.DECODE, (1,) * 4),
@@ -180,7 +180,7 @@ def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield passes that cover all pairs of settings, and all triples of pass, model, and page size or sliding window."""
+    """Yield forward passes that cover all pairs of settings, and all triples of mode, model, and page size or window."""
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
@@ -221,7 +221,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass. Expect the output that follows from the requests' K/V histories, and no write to anything else."""
+    """Run a forward pass. Expect the output that follows from the requests' K/V histories, and no write to anything else."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())

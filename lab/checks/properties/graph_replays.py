@@ -31,7 +31,7 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (graph mode, replay sequence, turn) for a level. A caller varies its other settings by the integer `turn`."""
+    """Yield the graph replays of a level as (graph mode, replay sequence, turn). Callers vary further settings by `turn`."""
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
         return

@@ -92,7 +92,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size; if 128 is one, also in pages of `LARGE_PAGE` tokens."""
+    """Yield the call with the same keys in pages of each size in the ranges. If 128 is one of them, also use `LARGE_PAGE`."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)

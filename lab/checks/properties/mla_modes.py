@@ -21,7 +21,7 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield passes in each forward mode of the MLA decode kernel. `dims` are the layer's sizes, fields of `MLACase`."""
+    """Yield forward passes in each mode of the MLA decode kernel. `dims` are the layer's sizes, fields of `MLACase`."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
         return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)
@@ -77,7 +77,7 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of DeepSeek-V4. Some rows see fewer tokens than the window, or more entries than the indexer selects."""
+    """Yield forward passes of DeepSeek-V4. Rows see fewer tokens than the window, or more entries than the indexer selects."""
     prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
     shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}
     verify, draft = {"q_lens": (q_len,) * 5, **shared}, {"compress_ratio": 0, **shared}
