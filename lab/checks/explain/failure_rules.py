@@ -205,7 +205,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest rule of one literal (test of a feature) that holds for all wrong units and few right ones, or ()."""
+        """Return the cheapest rule of one literal (test of a feature) that holds for all wrong and few right units, or ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
