@@ -387,6 +387,5 @@ def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first element, and the address after its last element."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

@@ -241,7 +241,6 @@ class ContextCall:
 
 
 def _posed(call: DecodeCall | ContextCall, kv_bound: str, max_q_len: int) -> PagedAttention:
-    """Return the attention problem of a call. `kv_bound` is the name of the argument that bounds the keys of a request."""
     query, mask = call.query, getattr(call, "mask", None)
     cum_seq_lens_kv = getattr(call, "cum_seq_lens_kv", None)
     by_kv_head = getattr(call, "enable_block_sparse_attention", False)

@@ -109,7 +109,7 @@ def _low(drawn: _Drawn) -> None:
 
 
 def _tall(drawn: _Drawn) -> None:
-    """Make logits rise with the key's position from 0 to 512, by 8 every 64 keys. Rounding to e4m3 merges some steps."""
+    # Logits rise with the key's position from 0 to 512, by 8 every 64 keys. Rounding to e4m3 merges some steps.
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     # Keys are then at most 13 for heads of up to 128, which e4m3 represents with its scale
     largest = torch.finfo(drawn.case.dtype).max
@@ -119,7 +119,6 @@ def _tall(drawn: _Drawn) -> None:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> None:
-    """Set the value of key 0 to zero, its logit to `logit` and all other logits to 0."""
     product = logit / drawn.case.softmax_scale  # of the last elements of Q and K, in MLA of the rotary part
     # No dtype rounds a power of two. Otherwise a Q cast to e4m3 (12.73 to 13) turns e**-9 into e**-9.19: outputs 14 % smaller.
     at_query = 2.0 ** round(math.log2(product / 8.0))

@@ -144,7 +144,6 @@ class DraftLists:
         return self._surrounded(name, len(values))[1].copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token`` with distinct slots or page ids. With virtual ids some cells are -1."""
         case = self.case
         shape = case.num_rows, max(1, case.longest_row + case.spare_columns)
         _, part = self._surrounded("req_to_token", *shape, filling=FOREIGN, after=case.row_gap)
@@ -155,7 +154,6 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``, which maps each virtual page of `table` to a page of the pool, or to -1 for no page."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)

@@ -203,7 +203,6 @@ class PassRedraw(SeededRedraw):
         return every, None if len(every) == first else torch.cat(tokens)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Draw K and V, or latent entries, of `count` tokens in the cache's dtype. `count` None: of all tokens."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -226,7 +225,7 @@ class PassRedraw(SeededRedraw):
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the new id of each page. All ids except 0 are shifted cyclically by a number that depends on the seed."""
+        # The new id of each page: all ids but 0 are shifted cyclically.
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)

@@ -214,9 +214,7 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield a sentence for each tensor with wrong padding. Padding requests must have row 0 of the request table, the
-        padding length, and slots and pages of page 0, because an engine writes K and V of padding rows too.
-        """
+        # An engine writes K and V of padding rows too. Their slots and pages must be those of page 0, the sink.
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()
         uniform: Cells = {
