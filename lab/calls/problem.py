@@ -91,8 +91,13 @@ class AttentionProblem(Softmax):
         return self.query.shape[1]
 
     @property
-    def num_kv_heads(self) -> int:
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors that contain K and V: [num_pages or num_tokens, num_kv_heads, ..., elements]."""
         raise NotImplementedError
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv[0].shape[1]
 
     @property
     def group(self) -> int:
@@ -105,11 +110,11 @@ class AttentionProblem(Softmax):
 
     @property
     def v_head_dim(self) -> int:
-        raise NotImplementedError
+        return self.kv[1].shape[-1] * (2 if self.kv_dtype == NVFP4 else 1)
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        raise NotImplementedError
+        return self.kv[0].dtype
 
     def row_offsets(self) -> list[int]:
         """Return the first query row of each request, followed by the end of the last request's rows. Synchronises."""
@@ -185,20 +190,12 @@ class PagedAttention(AttentionProblem):
     num_visible: torch.Tensor | None = None
 
     @property
-    def v_head_dim(self) -> int:
-        return self.v_cache.shape[3] * (2 if self.is_nvfp4 else 1)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k_cache.shape[1]
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k_cache, self.v_cache
 
     @property
     def page_size(self) -> int:
         return self.k_cache.shape[2]
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self.k_cache.dtype
 
     @property
     def is_nvfp4(self) -> bool:

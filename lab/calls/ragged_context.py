@@ -29,16 +29,8 @@ class RaggedAttention(AttentionProblem):
     block_scales: BlockScales | None = None
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.key.shape[1]
-
-    @property
-    def v_head_dim(self) -> int:
-        return self.value.shape[2]
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self.key.dtype
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.key, self.value
 
     def dequantized(self) -> "RaggedAttention":
         """Return the equal problem without `block_scales`: query, key and value are float64, multiplied by their scales."""

@@ -39,7 +39,7 @@ def test_factors_and_causality_are_in_the_call_and_in_what_it_must_give() -> Non
     for changed in (
         replace(inputs, factors=(0.5, 1.0)),
         replace(inputs, factors=(1.0, 0.5)),
-        inputs.over(inputs.parts, False),
+        replace(inputs, causal=False),
     ):
         out = output_of(changed)
         assert made(changed.truth()).compare(out).passed
@@ -56,12 +56,8 @@ def test_sinks_are_in_the_call_and_in_what_it_must_give() -> None:
 
 def test_the_same_rows_over_a_part_of_the_keys() -> None:
     inputs = build()
-    new = inputs.over(
-        [
-            (keys[prefix:], values[prefix:])
-            for (keys, values), prefix in zip(inputs.parts, CASE.prefix_lens, strict=True)
-        ]
-    )
+    sides = zip(inputs.parts, CASE.prefix_lens, strict=True)
+    new = replace(inputs, parts=[(keys[prefix:], values[prefix:]) for (keys, values), prefix in sides])
     assert new.kv_lens == CASE.q_lens
     assert made(new.truth()).compare(output_of(new)).passed
     assert not made(inputs.truth()).compare(output_of(new)).passed
