@@ -58,11 +58,9 @@ class PassCase(PassLens):
 
     @property
     def visible_pairs(self) -> int:
-        return sum(
-            seen if self.encoder_only else (position if self.window_left < 0 else min(position, self.window_left)) + 1
-            for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
-            for position in range(seen - q_len, seen)
-        )
+        if self.encoder_only:
+            return sum(seen * q_len for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True))
+        return sum(row_len if self.window_left < 0 else min(row_len, self.window_left + 1) for row_len in self.row_lens)
 
     @property
     def visible_keys(self) -> int:
