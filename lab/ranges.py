@@ -224,7 +224,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field for check K18: default values are followed by those of `Option.beyond`."""
+        """Return the values of a field for check K18: its own, and if these are the defaults also those of `Option.beyond`."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond

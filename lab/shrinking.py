@@ -11,7 +11,7 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Return a smaller version of a failing subject that still fails (`stays_wrong`), from which every reduction passes."""
+    """Replace a failing subject by reduced ones as long as one of them still fails (`stays_wrong`). Return the last one."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -22,7 +22,7 @@ PARTS = "q_sf, k_sf, p_sf, v_sf"
 
 @dataclass(frozen=True, eq=False)
 class BlockScales:
-    """The factors by which query, key and value are multiplied before the attention is computed."""
+    """SageAttention's scales: query, key and value are multiplied by them before the attention is computed."""
 
     query: torch.Tensor  #: float32 [num_qo_heads, ceil(num_rows / q_block) + batch_size - 1]
     key: torch.Tensor  #: float32 [num_kv_heads, ceil(num_tokens / k_block) + batch_size - 1]
@@ -32,7 +32,7 @@ class BlockScales:
 
 
 def has_block_scales(call: Any) -> bool:
-    """Return True if a call has scales of blocks. Raise TypeError or ValueError unless both arguments have four parts."""
+    """Return True if a ragged call has SageAttention's scales. Raise TypeError or ValueError for a tuple without four parts."""
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         value = getattr(call, name)
         if not isinstance(value, (tuple, list)):
@@ -47,7 +47,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Return the scales of blocks of a call whose other arguments are checked; None if it has none."""
+    """Check SageAttention's scales of a ragged call whose other arguments are checked. Return them; None without scales."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs

@@ -20,7 +20,7 @@ FACTORS = 3  # neighbours are multiplied by 1, 2 and 3, so that a neighbour's sc
 
 @dataclass(frozen=True, eq=False)
 class SageInputs(RaggedInputs):
-    """Inputs whose `query` and `parts` are float64, the exact products of the quantised tensors and their scales."""
+    """The tensors of a ragged call with SageAttention's scales. `query` and `parts` are dequantised, in float64."""
 
     quantised: dict[str, Any] = field(default_factory=dict)  # the arguments with quantised tensors and scales
 
@@ -36,7 +36,7 @@ class SageInputs(RaggedInputs):
 
 
 def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_block: int) -> SageInputs:
-    """Return the inputs without padding, with query and key in `dtype` (int8 or e4m3) and value in e4m3."""
+    """Quantise the tensors of a ragged call: query and key to `dtype` (int8 or e4m3), value to e4m3. Padding is removed."""
     rows, q_stored, q_scales = _in_blocks(inputs.query, inputs.q_lens, dtype, q_block)
     keys, values = map(torch.cat, zip(*inputs.parts, strict=True))
     keys, k_stored, k_scales = _in_blocks(keys, inputs.kv_lens, dtype, k_block)
@@ -57,7 +57,7 @@ def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_b
 
 
 def _in_blocks(tokens: Tensor, lens: tuple[int, ...], dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the exact products, float64; the tokens in `dtype`; and the scales, NaN where no token has one."""
+    """Quantise tokens in blocks. Return (dequantised tokens, float64; quantised tokens; scales, NaN for unused ones)."""
     firsts = itertools.accumulate(lens, initial=0)
     numbers = [
         first // block + request + token // block
