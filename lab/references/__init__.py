@@ -1,4 +1,4 @@
-"""References, which define right results: slow attention in float64, and loops for metadata. They import only torch."""
+"""References, which define right results: slow attention in float64, and plain loops for metadata. They import only torch."""
 
 from lab.references.assertion import assert_close_to_reference
 from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices

@@ -1,4 +1,4 @@
-"""An assertion for tests of other projects: compare a kernel's output with float64, by the judge's bound."""
+"""An assertion for tests of other projects: compare a kernel's output with float64 results, by the bound of `lab judge`."""
 
 import inspect
 import itertools
@@ -36,11 +36,11 @@ def assert_close_to_reference(
 ) -> None:
     """Assert that a kernel's output is right for its arguments, by the judge's bound.
 
-    The output vector of each row and head is compared with float64 on the same inputs. Its relative L2 error may be at most
-    `lab.references.errors.CONTROL_FACTOR` times the error of plain low-precision torch operations (`eager_attention`) on the
-    same request, or two roundings if that is more. This is the bound of `lab.checks.judge`. If all vectors are within it, the
-    slopes of their regression on float64 (`lab.references.errors.regress`) must be 1 up to rounding. Rows after the last
-    request's rows are padding and may hold anything.
+    The output vector of each row and head is compared with float64 attention on the same inputs. Its relative L2 error may be
+    at most `lab.references.errors.CONTROL_FACTOR` times the error that plain low-precision torch operations (`eager_attention`)
+    make on the same request, or the error of two roundings if that is more. This is the bound of `lab.checks.judge`. If all
+    vectors are within it, the slopes of their regression on the float64 vectors (`lab.references.errors.regress`) must be 1 up
+    to rounding. Rows after the last request's rows are padding and may hold anything.
 
     Args:
         out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.
@@ -48,14 +48,14 @@ def assert_close_to_reference(
         arithmetic: dtype to which the kernel is known to round the operands of Q·K^T and of P·V, such as e4m3 over an e4m3
             cache; None: the query's dtype.
         check_dtype: False accepts an output of another dtype than the call's, with the bound of the call's dtype.
-        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's calls the kernel
+        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's functions the kernel
             implements (`lab.calls.CALL_TYPES`). Their present contents are read, and none is written. `workspace_buffer` may be
             left out.
 
     Raises:
         AssertionError: the output or the LSE is wrong. The message has row, request, head, error and bound of the worst
             vectors, or the factor by which a group of vectors is wrong.
-        TypeError: the arguments belong to none of the calls.
+        TypeError: the arguments belong to none of FlashInfer's functions.
         ValueError: the arguments contradict each other, `out` lies in the query's memory, or the expected result is not finite.
         NotImplementedError: the lab does not model an argument.
     """
@@ -102,7 +102,6 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about a wrong type, shape, device or dtype of `out`. Raise ValueError if `out` overwrote the query."""
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -153,11 +152,12 @@ def truth_of_problem(
     requests: Sequence[int] | None = None,
     histories: Sequence[History] | None = None,
 ) -> Truth:
-    """Return the expected results of a checked problem, whose K and V are read through its page tables or offsets. At least one
+    """Return the expected results of a checked problem. K and V are read through its page tables or offsets. At least one
     request must have query rows.
 
     Args:
-        arithmetic: dtype of the control's operands; None: the query's dtype, e4m3 with scales of blocks.
+        arithmetic: dtype of the operands in the control, the low-precision attention whose error bounds a kernel's error; None:
+            the query's dtype, or e4m3 if the query has one scale per block.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
     """

@@ -1,4 +1,4 @@
-"""The slots (token indices in the K/V pool) that each step of a multi-step draft reads, in plain loops."""
+"""The K/V slots (indices of tokens in the K/V pool) that each step of a multi-step draft reads, computed in plain loops."""
 
 import torch
 from torch import Tensor
@@ -96,7 +96,9 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the positions of a prefix that a K/V list keeps: the first `sink_size` and the last `window_size`; 0: all."""
+    """Return the positions of a prefix that are in a K/V list: the first `sink_size` and the last `window_size`, or all if
+    `window_size` is 0.
+    """
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 

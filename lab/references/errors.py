@@ -1,13 +1,13 @@
-"""The expected results of a call (`Truth`), the error of each output vector, and its bound: a multiple of a control's error.
+"""The expected results of a call (`Truth`), the error of each output vector, and the largest error that is allowed (its bound).
 
-The error is the relative L2 error of the output vector of each row and head. The control is the same attention by plain
-low-precision torch operations, with the same dtypes and inputs. There is no absolute tolerance and no allowed number of wrong
-elements.
+The error is the relative L2 error of the output vector of each row and head. The bound is a multiple of the control's error.
+The control is the same attention by plain low-precision torch operations, with the same dtypes and inputs. There is no absolute
+tolerance and no allowed number of wrong elements.
 
-If all vectors are within their bounds, a regression of the output on the expected output finds an error (bias) that is common
-to many vectors. A vector's slope, sum(out * expected) / sum(expected ** 2), is the factor by which the vector is too large. The
-slope of a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel it differs
-from 1 only by rounding, whose part in the mean falls with the square root of the number of vectors.
+If all vectors are within their bounds, a regression of the output on the expected output finds an error (bias) that many
+vectors have in common. A vector's slope, sum(out * expected) / sum(expected ** 2), is the factor by which the vector is too
+large. The slope of a group of vectors is the mean of their slopes, so that long and short vectors count equally. For a right
+kernel it differs from 1 only by rounding, whose effect on the mean falls with the square root of the number of vectors.
 """
 
 import math
@@ -69,8 +69,8 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors: all; of a head; of a request; of the i-th row of every request, and from its
-    end.
+    """The mean slope of each group of output vectors (slope: factor by which a vector is too large). The groups are all
+    vectors, those of one head, of one request, of the i-th row of every request, and of the i-th row from every request's end.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
@@ -95,7 +95,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence with the factor by which the outputs of the `worst_group` are too large or small."""
+        """Return a sentence that says by which factor the outputs of the `worst_group` are too large or too small."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         size, limit = ("large", f"at most {1 + bound:.4f}") if slope > 1 else ("small", f"at least {1 - bound:.4f}")
@@ -105,7 +105,9 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The error of each vector of an output, its bound, and a regression that finds a bias common to many vectors."""
+    """The relative L2 error of each vector of an output, the largest error that is allowed, and a regression that finds a bias
+    common to many vectors.
+    """
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
@@ -118,8 +120,8 @@ class Comparison:
 
     @property
     def faulty(self) -> Tensor:
-        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: those above their bounds and, if a slope of
-        the regression exceeds its bound, the vectors of the worst group.
+        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: those that exceed their bounds and, if a
+        slope of the regression exceeds its bound, the vectors of the group with this slope.
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
@@ -137,12 +139,14 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over all vectors and all slopes; 0 for an empty output."""
+        """Return the largest ratio of an error to its bound, over all vectors and all slopes of the regression; 0 for an empty
+        output.
+        """
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of `count` vectors: `faulty` ones before others, then by descending `ratio`."""
+        """Return (row, head) of `count` vectors: first those in `faulty`, then by descending `ratio`."""
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
@@ -150,11 +154,11 @@ class Comparison:
 
 def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None = None) -> Comparison:
     """Return the error of each vector of an output and its bound: CONTROL_FACTOR times the control's error, at most
-    LARGEST_BOUND.
+    LARGEST_BOUND. The control is the same attention in low precision (`eager_attention`).
 
-    One vector's control error is random, so all vectors of a request have the same bound, from their largest control
-    error. A vector that is expected to be zero must be exactly zero; its control error is ignored. A bound is never
-    less than the error of rounding each element to a multiple of the smallest positive number of the control's dtype.
+    One vector's control error is random, so all vectors of a request have the same bound, from their largest control error. A
+    vector that is expected to be zero must be exactly zero; its control error is ignored. A bound is never less than the error
+    of rounding each element to a multiple of the smallest positive number of the control's dtype.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -251,7 +255,9 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five groupings: (names of the groups, each vector's group, which broadcasts to [num_rows, num_heads])."""
+    """Yield five groupings of the output vectors: (name of each group, index of each vector's group). The indices broadcast to
+    [num_rows, num_heads].
+    """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -266,7 +272,9 @@ def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[st
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or of a forward pass, and the control, whose error sets the bound of the kernel's."""
+    """The expected results of a call or of a forward pass, and the control: the same attention in low precision, whose error
+    bounds a kernel's error.
+    """
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
     control: Tensor  #: the same output computed in low precision, in the output's dtype
@@ -282,7 +290,7 @@ class Truth:
 
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
-        """Concatenate expected results along the heads. Each of `parts` has some of the call's heads, in order."""
+        """Concatenate expected results along the heads. `parts` are in the order of the heads."""
         if len(parts) == 1:
             return parts[0]
         by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
@@ -304,8 +312,8 @@ class Truth:
         (`regress`).
 
         Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
-        output's dtype: a right kernel may round a weight or a split's result and then the output, while the control may have no
-        error, as where a row sees one key. The error that skip-softmax may cause is added to the bound.
+        output's dtype. A right kernel may round a weight or the result of a part of the keys, and then the output. The control
+        may have no error, as where a row sees one key. The error that skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))
@@ -353,7 +361,7 @@ class Truth:
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 
     def wrong_lse(self, lse: Tensor) -> str:
-        """Return a sentence about the wrong elements of an LSE (base 2); "" if it is right."""
+        """Return a sentence about the wrong elements of an LSE (base 2); "" if none is wrong."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"

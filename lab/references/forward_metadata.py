@@ -1,8 +1,8 @@
-"""The expected metadata of attention calls in each forward mode, in plain loops over requests. The metadata of `lab.metadata`
-must be equal. A *slot* is the index of a token in the K/V pool.
+"""The expected metadata of attention calls in each forward mode, in plain loops over requests. Tests compare the metadata of
+`lab.metadata` with it. A *slot* is the index of a token in the K/V pool.
 
-``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool``, as far as
-`forward_metadata` lists them. Rules are SGLang 0.5.23's. The host reads device tensors.
+``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool`` that
+`forward_metadata` lists. Rules are SGLang 0.5.23's. The host reads device tensors.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The expected metadata of a pass on the MHA kernels, as lists. `cache_seqlens` has each request's number of keys. The
-    `swa_` fields are about the sliding-window pool. A page table has only pages with tokens of the request.
+    """The expected metadata of a forward pass on the MHA kernels, as lists. `cache_seqlens` has each request's number of keys.
+    The fields `swa_...` belong to the sliding-window pool. A page table has only pages with tokens of the request.
     """
 
     cache_seqlens: list[int]
@@ -63,12 +63,11 @@ def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], 
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
-    """Return, for one rank of a prefill with zigzag context parallelism, the indices of its query rows and the metadata of its
-    call.
+    """Return, for one rank of a prefill with zigzag context parallelism, (indices of its query rows, metadata of its call).
 
     The new tokens of each request are divided into 2 * num_ranks consecutive blocks, whose lengths differ by at most 1, the
-    longer ones first. Rank r has the r-th block from the front and the r-th from the back. Its call has the front blocks of all
-    requests, then their back blocks, each block as one request.
+    longer ones first. Rank r has block r and block 2 * num_ranks - 1 - r of each request. Its call has the first of these
+    blocks of all requests, then the second, each block as one request.
     """
     blocks = 2 * num_ranks
     whole = forward_metadata(batch, pool)
@@ -87,8 +86,8 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
-    """Return the number of keys and the pages of each query row of a target verify on an encoder-only layer, in which each row
-    is a request that sees all keys, also the keys of later rows.
+    """Return (number of keys, pages) of each query row of a target verify on an encoder-only layer. There each row is a request
+    that sees all keys, also the keys of later rows.
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -100,9 +99,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a pass on the MLA decode kernel, as lists. Requests are padded to equal numbers of query rows. A
-    request's last row sees `seq_lens_k` keys, its last row before the padding `seen_lens`. A block table has only pages that
-    rows may see.
+    """The expected metadata of a forward pass on the MLA decode kernel, as lists. Padding rows make the numbers of query rows
+    equal. A request's last row sees `seq_lens_k` keys, and its last row before the padding sees `seen_lens` keys. A block table
+    has only pages that rows may see.
     """
 
     seq_lens_k: list[int]
@@ -159,8 +158,8 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return the number of a request's tokens that one rank of decode context parallelism has, and the pages of these tokens.
-    Position p belongs to rank p % size. A page holds ``page_size / size`` tokens of each rank.
+    """Return (number, pages) of a request's tokens that one rank of decode context parallelism has. Position p belongs to rank
+    p % size. A page holds ``page_size / size`` tokens of each rank.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -169,7 +168,9 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The expected number of entries of each query row on the sparse MLA decode call, and their places, indices in the pool."""
+    """The expected number of entries that each query row reads in the sparse MLA decode call, and their indices in the K/V
+    pool.
+    """
 
     seq_lens: list[int]
     places: list[list[int]]
@@ -178,12 +179,12 @@ class DSAForwardMetadata:
 def dsa_forward_metadata(
     batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
 ) -> DSAForwardMetadata:
-    """Return the metadata of one pass of DeepSeek sparse attention. Each query row is a request that sees only selected
-    entries; padding rows select none. All requests with a draft must have equally many rows.
+    """Return the metadata of one forward pass of DeepSeek sparse attention. Each query row is a request that sees only selected
+    entries; for padding rows none are selected. All requests with a draft must have equally many rows.
 
-    `topk_indices`, int [num_rows, top_k], are positions that a row selects, -1 for none; query rows after the last of these
-    select none. A row selects at most `index_topk` positions in whole groups of `index_kpool`. Positions after a request's last
-    whole group are always selected.
+    `topk_indices`, int [num_rows, top_k], are the positions that are selected for a row, -1 for none; for later query rows none
+    are selected. Selection is in whole groups of `index_kpool` positions, at most `index_topk` positions per row. The positions
+    after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -216,14 +217,14 @@ class DSV4ForwardMetadata:
 def dsv4_forward_metadata(
     batch: Any, pool: Any, *, compress_ratio: int, topk_indices: Tensor | None = None
 ) -> DSV4ForwardMetadata:
-    """Return the metadata of one pass of DeepSeek-V4, in any mode but DRAFT_EXTEND.
+    """Return the metadata of one forward pass of DeepSeek-V4, in any mode but DRAFT_EXTEND.
 
     The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
     compressed entries of its request. The page id of an entry is the page id of its tokens; pages of the compressed pool have
     fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
 
     Args:
-        compress_ratio: number of tokens of a compressed entry; 0: there are no such entries.
+        compress_ratio: number of tokens that a compressed entry represents; 0: there are no such entries.
         topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
             numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.
     """
@@ -260,8 +261,8 @@ class BlockSparseForwardMetadata:
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
     """Return the metadata of one decode or target verify of MiniMax-M3. Each query row is a request.
 
-    `seq_lens` counts the tokens up to a row on the row's page and on at most 15 pages before it; 1 for a row that sees no
-    token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1 for none.
+    `seq_lens` counts the tokens that a row sees: those up to the row on the row's page, and those of at most 15 earlier pages;
+    1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]

@@ -92,9 +92,10 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out, `problem.out_dtype` [num_rows, num_qo_heads, v_head_dim]; lse_log2, float32 [num_rows, num_qo_heads], or
-    None) of a checked problem, computed in float64 and rounded once. Padding rows have the output zero and the LSE -inf,
-    also with sinks. ValueError: `PagedAttention.check_values` refuses the contents of a tensor.
+    """Return (output, LSE in base 2 or None) of a checked problem, computed in float64 and rounded once. The output is
+    [num_rows, num_qo_heads, v_head_dim] in `problem.out_dtype`, the LSE float32 [num_rows, num_qo_heads]. Padding rows have the
+    output zero and the LSE -inf, also with sinks. Raises ValueError if `PagedAttention.check_values` refuses the contents of a
+    tensor.
     """
     if len(problem.query) == 0:
         return problem.results()
@@ -163,7 +164,9 @@ def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> Pag
 
 
 class _Block(NamedTuple):
-    """Consecutive query rows of one request, and the range of keys that at least one of them may see."""
+    """Consecutive query rows of one request that are computed together, and the range of keys that at least one of the rows may
+    see.
+    """
 
     request: int
     first_row: int  # index of the first row in the query
@@ -232,7 +235,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees, (index of the block, index of the key), int64; or ()."""
+        """Return the keys of a tile that no row of their block sees: (index of the block, index of the key), int64; or ()."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -269,7 +272,7 @@ def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Ite
 
 
 def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
-    """Yield blocks of the rows of each request. The scores of a block have at most `most` elements."""
+    """Yield the query rows of each request in blocks, whose scores have at most `most` elements."""
     num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):

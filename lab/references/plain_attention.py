@@ -56,8 +56,8 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> Tensor:
-    """Compute the control, whose error bounds a kernel's error: attention in low precision, [batch, q_len, num_qo_heads,
-    v_head_dim] in `out_dtype`.
+    """Compute attention in low precision, [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`. This is the control: the
+    error of a right kernel may be a small multiple of the control's error.
 
     The query and the softmax's weights are rounded to `arithmetic` before each product; for e4m3 each row is first scaled to
     the dtype's range. Scores, softmax and sums are float32. Errors are those of `attention`.
@@ -75,14 +75,13 @@ def eager_attention(
 
 
 def check_arithmetic(arithmetic: object) -> None:
-    """Raise TypeError unless `arithmetic` is a dtype to which a control can round its operands."""
     if arithmetic not in ARITHMETIC_DTYPES:
         raise TypeError(f"arithmetic must be {dtype_names(ARITHMETIC_DTYPES)}, got {arithmetic!r}")
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise TypeError for a wrong type or dtype, ValueError if shapes or devices contradict each other, or if the query, the
-    sinks or a scale of `softmax` has NaN on a CPU.
+    """Raise TypeError for a wrong type or dtype. Raise ValueError if shapes or devices contradict each other, or if the query,
+    the sinks or a scale of `softmax` has NaN on a CPU.
     """
     expected = "[batch, {}, heads, head_dim]"
     for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):

@@ -26,8 +26,8 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
 
 
 def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `values / global_scale` as NVFP4: an e4m3 scale factor per block of 16, then the nearest e2m1; as
-    `dequantize_nvfp4` reads them. `values` are [..., head_dim], head_dim a multiple of 16.
+    """Return `values / global_scale` in NVFP4, as `dequantize_nvfp4` reads it: (two e2m1 values per byte, one e4m3 scale factor
+    per 16 values). `values` are [..., head_dim]; head_dim is a multiple of 16.
     """
     blocks = (values.to(torch.float64) / global_scale).unflatten(-1, (-1, NVFP4_BLOCK))
     scale_factors = quantize_e4m3(blocks.abs().amax(dim=-1) / E2M1_MAX, 1.0)

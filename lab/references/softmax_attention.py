@@ -40,7 +40,7 @@ History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
-    """How the rows of requests attend to keys: the masks, the softmax's scales and sinks, and the dtypes."""
+    """How the query rows of requests attend to keys: the masks, the softmax's scales and sinks, and the dtypes."""
 
     arithmetic: torch.dtype  #: dtype of the control's operands
     out_dtype: torch.dtype  #: dtype of the output
@@ -54,7 +54,7 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. `arithmetic` None is the query's dtype, or float32 for float64."""
+        """Return the rules of a problem. If `arithmetic` is None, it is the query's dtype, or float32 if that is float64."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -68,7 +68,7 @@ class Rules(Softmax):
 
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays NaN."""
+    """Return `values`, clamped to ±448 if `dtype` is e4m3 (as PTX's `cvt.satfinite` does). NaN stays NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
 
 
@@ -82,7 +82,9 @@ def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up: torch converts it one element at a time."""
+    """Return `values` converted to `dtype`, float32 or float64, and contiguous. On a CPU e4m3 is looked up in a table, because
+    torch converts it one element at a time.
+    """
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -112,7 +114,9 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """The keys `start` to `end` - 1 of all requests from index `first_request` on. Requests are sorted by length."""
+    """The keys with the indices `start` to `end` - 1 of all requests from `first_request` on. The requests are sorted by
+    length.
+    """
 
     first_request: int
     start: int
@@ -120,8 +124,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V of a batch, read one tile at a time. `keys` and `values` return one tile, contiguous float64 [requests *
-    num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    """K and V of several requests, read one tile of keys at a time. `keys` and `values` return a tile, contiguous float64
+    [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -233,8 +237,9 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return the keys that `rows` see, for requests that all have `q_len` rows, their newest tokens, and `kv_len` keys: bool
-    [num_requests (1 without `shown`), len(rows), keys], without the keys after the last one that a row may see.
+    """Return which keys the query rows with the indices `rows` see: bool [num_requests (1 without `shown`), len(rows), keys],
+    without the keys after the last one that any of them may see. All requests have `q_len` rows, which are their newest tokens,
+    and `kv_len` keys.
 
     `shown` is a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule.
     """
@@ -255,7 +260,7 @@ def visible_to(
 
 
 def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Stack (K, V) of requests with equally many keys, a single request's without a copy. e4m3 becomes float32."""
+    """Stack K, and stack V, of requests with equally many keys. A single request is not copied. e4m3 becomes float32."""
     of_batch = [torch.stack(sides) if len(sides) > 1 else sides[0][None] for sides in zip(*histories, strict=True)]
     return [widened(side, torch.float32) if side.dtype == E4M3 else side for side in of_batch]
 
@@ -280,9 +285,9 @@ def skippable(
     threshold: float,
     out: Tensor,
 ) -> Tensor:
-    """Return what skip-softmax may change if a kernel leaves out any of the weights below `threshold` times a row's largest:
-    the share of the denominator, and the output's relative L2 error, float64 [batch, q_len, num_qo_heads, 2]. `out` is the
-    exact output.
+    """Return two bounds, float64 [batch, q_len, num_qo_heads, 2], of what changes if a kernel leaves out softmax weights below
+    `threshold` times the row's largest weight (skip-softmax): the share of the denominator, and the output's relative L2 error.
+    `out` is the exact output.
 
     If the left-out weights are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
     Its norm is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any subset of them.
@@ -322,14 +327,16 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply each head's `rows` [batch, num_qo_heads, q_len, n] by `side` [batch, num_kv_heads, n, m] of its K/V head."""
+    """Multiply each head's `rows`, [batch, num_qo_heads, q_len, n], by the matrix of its K/V head in `side`, [batch,
+    num_kv_heads, n, m].
+    """
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
 
 
 def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 values rounded to `dtype`; for e4m3 each vector is scaled to its range, rounded and scaled back."""
+    """Return float32 values rounded to `dtype`. For e4m3 each vector is scaled to the dtype's range before, and back after."""
     if dtype != E4M3 or values.shape[-1] == 0:
         return values.to(dtype).to(torch.float32)
     largest = values.abs().amax(dim=-1, keepdim=True)
@@ -345,11 +352,12 @@ def solved_requests(
     *,
     with_control: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Compute attention of the rows of consecutive requests, one piece at a time.
+    """Compute the attention of the query rows of consecutive requests. Requests of equal sizes are computed together, and long
+    ones in several pieces.
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
-        base 2, float64 [rows, num_qo_heads]; control, float32; `Truth.skipped`), the last two None unless `with_control`.
+            base 2, float64 [rows, num_qo_heads]; control, float32; `Truth.skipped`), the last two None unless `with_control`.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
@@ -375,7 +383,9 @@ def solved_requests(
 
 
 def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
+    """Yield lists of requests with equal numbers of keys and rows. K and V, or the scores, of a list have at most `most`
+    elements.
+    """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:

@@ -1,4 +1,4 @@
-"""The expected results (`Truth`) of query rows, computed from each request's K/V history, and their control."""
+"""Compute the expected results (`Truth`) of query rows from each request's K and V."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lab.references.softmax_attention import History, Rules, rounded, saturated,
 
 
 def truth_of_requests(query: Tensor, histories: list[History], q_lens: list[int], rules: Rules) -> Truth:
-    """Return the expected results of the rows of consecutive requests.
+    """Return the expected results of the query rows of consecutive requests.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows are padding, without expected results.
@@ -33,8 +33,8 @@ def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
 
 
 def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Sequence[Tensor], rules: Rules) -> Truth:
-    """Return the expected results of rows that attend only to `selected` positions, int64 [q_len, num_columns] per request,
-    negative for none. A key that is selected twice counts twice.
+    """Return the expected results of query rows that attend only to `selected` positions: int64 [q_len, num_columns] per
+    request, negative for none. A key that is selected twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -46,7 +46,7 @@ def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Seq
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, computed with each row as its own request, regrouped: request i has the next `q_lens[i]` rows."""
+    """Return `truth`, in which each row is a request of its own, regrouped: request i has the next `q_lens[i]` rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
