@@ -1,5 +1,5 @@
-"""Kernel times from CUPTI's activity records. Every run has an external correlation id, so that work between two runs, such
-as a flush of L2, is not counted, and a run that launched nothing is an error.
+"""Kernel times from CUPTI's activity records. Each timed run has an external correlation id, so that work between two runs,
+such as reading other data to fill L2, does not count, and a run that launched nothing is an error.
 """
 
 import importlib
@@ -19,7 +19,7 @@ OUTSIDE = 2**40  # external correlation id of work before and after runs; the id
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel (`name`), copy or fill ("MEMCPY", "MEMSET") on the GPU, in nanoseconds of CUPTI's clock."""
+    """One kernel (`name`), copy ("MEMCPY") or fill ("MEMSET") on the GPU, in nanoseconds of CUPTI's clock."""
 
     name: str
     start_ns: int
@@ -43,8 +43,8 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
     """Run the steps in order, each on an idle device, and return the activities of each timed run, sorted by start. Raises
-    RuntimeError without cupti-python 13, under another profiler, or for a run without activity, and RefusedTimeError if the
-    GPU ran something that no run and no preparation launched.
+    RuntimeError without cupti-python 13, under another profiler, or for a run without activity, and RefusedTimeError if the GPU
+    executed something that none of the steps launched.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind

@@ -24,7 +24,9 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it. `throttled_by`: None if unknown."""
+    """Readings of a GPU's state while work ran on it. A field is empty if NVML does not report it. `throttled_by` None:
+    unknown.
+    """
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)
@@ -33,7 +35,6 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return fields for a recorded row: the SM clock's range, other readings' maxima, reasons for reduced clocks."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -43,7 +44,6 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading of the GPU with torch's index `device_index`. Call it while the GPU executes the work."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -55,12 +55,11 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Add reasons for reduced clocks. An empty set records that the clocks were not reduced."""
+        """Add reasons for reduced clocks. An empty set says that the clocks were not reduced."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
 def throttle_reasons(bits: int) -> set[str]:
-    """Return, in words, the clock event reasons in NVML's bit mask that make a time wrong, such as a power cap."""
     return {
         words for name, words in THROTTLE_REASONS.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
     }
@@ -68,7 +67,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield an empty `DeviceState`. When the block ends, add the reasons that reduced the clocks during the block."""
+    """Yield a `DeviceState`, to which the limits that reduced the clocks during the block are added when the block ends."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -88,18 +87,17 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _if_supported(function: Any, *arguments: Any) -> list[Any]:
-    """Return [the result of an NVML function], or [] if the GPU or driver does not support the function."""
     try:
         return [function(*arguments)]
-    except pynvml.NVMLError:
+    except pynvml.NVMLError:  # the GPU or the driver does not support the function
         return []
 
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle, by UUID because CUDA_VISIBLE_DEVICES renumbers devices; None without NVML."""
     try:
         pynvml.nvmlInit()
+        # CUDA_VISIBLE_DEVICES renumbers devices, but keeps their UUIDs
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")
     except pynvml.NVMLError:
         return None

@@ -1,4 +1,4 @@
-"""Time a forward pass, check every output that was timed, and describe both in the fields of a recorded row."""
+"""Time a forward pass, check every output that was timed, and return the results as fields of a recorded row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """One forward pass, or one recorded call, that is timed on several implementations, which read the same input tensors."""
+    """One forward pass or recorded call that is timed on several implementations, which read the same input tensors."""
 
     forward: EnginePass | RecordedPass
     #: draws new contents for implementations that read lengths and page ids from the GPU
@@ -54,8 +54,7 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the `TimedPasses` of a forward pass. The result does not keep the K/V histories of the pass's requests."""
-        bare = replace(forward, histories=())
+        bare = replace(forward, histories=())  # K/V histories take memory, and nothing reads them
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
@@ -67,19 +66,17 @@ class TimedPasses:
 
 
 def is_planned(implementation: Any, forward: EnginePass | RecordedPass) -> bool:
-    """Return True if an implementation reads lengths and page ids of the pass `forward` only while its calls are prepared."""
     return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, forward.functions))
 
 
 class DeclinedError(Exception):
-    """An implementation does not support a forward pass, or a recording cannot be read. The message is the reason."""
+    """An implementation does not support a forward pass, or a recorded call cannot be read. The message is the reason."""
 
 
 TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass and time it on one implementation. An error that `time_interleaved` would return is raised."""
     (found,) = time_interleaved(case, [implementation], method)
     if isinstance(found, Exception):
         raise found
@@ -89,10 +86,12 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass or read one recorded call, and time it on several implementations, which read the same tensors, with
-    interleaved samples. Planning on the host (`lab.kernels.PlannedOnce`) precedes them; its host time is `plan_us`. Returns
-    for each (GPU time, fields of a recorded row except those of `time_facts`), or the error that prevented it:
-    DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
+    """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples. All
+    read the same tensors. The field `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which precedes the
+    samples.
+
+    Return for each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
+    prevented it: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))
@@ -153,8 +152,8 @@ def case_facts(case: ForwardCase | MLACase | SimpleNamespace) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a recorded row that describe the time of a call. `kv_dtype`: torch's name of the cache's dtype;
-    "" without cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
+    """Return the fields of a recorded row about the time of a call. `kv_dtype` is torch's name of the cache's dtype; "" without
+    a cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

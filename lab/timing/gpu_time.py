@@ -1,5 +1,5 @@
-"""Measure the GPU time of calls by a stated method (clock and state of L2). A call is prepared, made and checked, then
-captured in a CUDA graph and timed. Then the results in every timed buffer are checked.
+"""Measure the GPU time of calls by a stated method (clock and state of L2). Each call is checked, captured in a CUDA graph and
+timed, and then the results in every timed buffer are checked.
 """
 
 import math
@@ -45,7 +45,7 @@ MOST_RENEWED = 8
 
 
 class DeviceClock:
-    """A clock for pytest-benchmark, in seconds. It stands still except when `advance` adds a measured GPU time."""
+    """A clock for pytest-benchmark, in seconds. Its time changes only if `advance` adds a measured GPU time."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -63,7 +63,9 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of one call's GPU time, with the conditions of the measurement. Raises ValueError unless all are positive."""
+    """Samples of the GPU time of one call, with the conditions of the measurement. Raises ValueError unless all samples are
+    positive.
+    """
 
     samples_us: tuple[float, ...]  #: time per call; one sample is one replay, or one eager call for the events clock
     method: Method
@@ -102,7 +104,6 @@ def interquartile_range(samples: Sequence[float]) -> float:
 
 
 def rounded_us(samples_us: Sequence[float]) -> list[float]:
-    """Round samples to nanoseconds, as recorded rows store them; GPU clocks are not finer."""
     return [round(sample, 3) for sample in samples_us]
 
 
@@ -113,9 +114,9 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order.
-    `seed` repeats the contents of an earlier measurement. Raises WrongWorkError for wrong results or a time that cannot
-    be right, ValueError if the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
+    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. `seed`
+    repeats the tensors' contents of an earlier measurement. Raises WrongWorkError for wrong results or a time that cannot be
+    right, ValueError if the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
     """
     staged = {}
     for name, work in works.items():
@@ -135,7 +136,6 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check the results of the call `name` in all its buffers. Raise WrongWorkError if they are wrong."""
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -143,8 +143,6 @@ def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
 
 
 class WrongWorkError(AssertionError):
-    """The results of one of several timed calls are wrong, or its time is refused."""
-
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}" if name else reason)
         self.name, self.reason = name, reason
@@ -153,11 +151,12 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure staged calls as `measure_interleaved` does. Return each time, or the AssertionError or RefusedTimeError.
+    """Measure staged calls as `measure_interleaved` does. Return the time of each call, or its AssertionError or
+    RefusedTimeError.
 
-    Between two samples of a call, all buffers (copies of its tensors) get new queries and lengths, some get new K, V and
-    pages, and outputs are filled with NaN. Results are judged after the last sample of all calls: a part of those of one
-    buffer for each sample, for the last sample a part of those of every buffer and all of one.
+    Between two samples of a call, all its buffers (copies of its tensors) get new queries and lengths, some buffers get new K,
+    V and pages, and outputs are filled with NaN. Results are checked after the last sample of all calls: after each sample some
+    results of one buffer, after the last sample some results of every buffer and all results of one buffer.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -196,7 +195,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for buffers of timed calls, from one seed. A turn is a round of one sample of every call."""
+    """Draws new contents for buffers of timed calls, from one seed. In one turn every call is sampled once."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
@@ -204,7 +203,6 @@ class BufferContents:
         self._tokens = dict.fromkeys(range(len(buffers)), -1)
 
     def renew_tokens(self, turn: int) -> None:
-        """Draw K, V and pages of some buffers, or of all buffers in turn 0. A second call in the same turn does nothing."""
         if turn == self._turn:
             return
         self._turn, numbers = turn, list(range(len(self._buffers)))
@@ -220,7 +218,6 @@ class BufferContents:
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. In some turns they shorten the requests of all buffers."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
@@ -233,7 +230,6 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the `BufferContents` of each call, by name. Calls with the same `SeededRedraw` share one."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -252,21 +248,18 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Run the call once untimed, so that its code is in the caches, draw new inputs, and fill L2 with other data. L2 is filled
-    last, also where buffers rotate: dirty lines of the new inputs would otherwise be written back during the sample, which
-    cost 7 to 20 µs per millisecond on an H100.
-    """
     refuse_foreign_threads()
     contents.renew_tokens(turn)
-    staged.run()
+    staged.run()  # untimed, so that its code is in the caches
     contents.renew_calls(turn, staged.buffers)
     driver().cuCtxResetPersistingL2Cache()  # lines that a kernel had kept there (`cudaAccessPropertyPersisting`)
+    # Last, also where buffers rotate: dirty lines of the new inputs would be written back during the sample, which cost 7 to
+    # 20 µs per millisecond on an H100.
     if staged.flush is not None:
         staged.flush()
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield copies of one sample's results: in the last turn of every buffer, else of one. Then fill all outputs with NaN."""
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
@@ -278,7 +271,6 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> dict[str, GpuTime | Exception]:
-    """Return the first error of each call with wrong results. Expected results of equal inputs are computed once."""
     wrong: dict[str, GpuTime | Exception] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:

@@ -16,9 +16,7 @@ CALLS_PER_BATCH = 50
 
 @dataclass(frozen=True)
 class HostTime:
-    """The host time of one call in µs. A sample is the mean over one batch of calls."""
-
-    samples_us: tuple[float, ...]
+    samples_us: tuple[float, ...]  #: one sample is the mean over one batch of calls
     method: str = METHOD
 
     @property
@@ -37,8 +35,8 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the time that the host spends in each call, without a wait for the GPU. Batches of the calls are interleaved.
-    `calls_per_batch` launches must fit into the driver's queue; `timer` is in ns.
+    """Measure the time that the host spends in each call, without waiting for the GPU. Batches of the different calls are
+    interleaved. The launches of `calls_per_batch` calls must fit into the driver's queue; `timer` returns ns.
     """
     if batches < 1 or calls_per_batch < 1:
         raise ValueError(f"batches={batches} and calls_per_batch={calls_per_batch} must be at least 1")

@@ -1,4 +1,4 @@
-"""The method of a GPU time: the clock, and the state of L2 when a call starts. There is no fallback to another method."""
+"""The method of a GPU time: the clock, and the state of L2 when a call starts."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -7,8 +7,6 @@ from lab.named_enum import NamedEnum
 
 
 class Clock(NamedEnum):
-    """The clock of a GPU time, with its name on the command line."""
-
     GRAPH = "graph"
     CUPTI = "cupti"
     EVENTS = "events"
@@ -37,18 +35,21 @@ _CACHES = {
 
 
 # Pairs that time nothing, with the reason and what to take instead.
-_FLUSH_IN_REPLAY = (
-    "the graph clock times many calls in one replay, and a flush between them would be timed too: "
-    "take L2.COLD_ROTATION, or Clock.CUPTI"
-)
-_NO_TURNS = "the events clock times one call a sample, for which no buffers take turns: take L2.COLD_FLUSH"
-_REFUSED = {(Clock.GRAPH, L2.COLD_FLUSH): _FLUSH_IN_REPLAY, (Clock.EVENTS, L2.COLD_ROTATION): _NO_TURNS}
+_REFUSED = {
+    (
+        Clock.GRAPH,
+        L2.COLD_FLUSH,
+    ): "the graph clock times many calls in one replay, and a flush between them would be timed too: "
+    "take L2.COLD_ROTATION, or Clock.CUPTI",
+    (Clock.EVENTS, L2.COLD_ROTATION): "the events clock times one call a sample, for which no buffers take turns: take "
+    "L2.COLD_FLUSH",
+}
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. GRAPH's events add about 2 µs per replay, a small part of a graph of many calls. EVENTS
-    includes the host's time between two launches. Raises ValueError for a pair in `_REFUSED`.
+    """How a GPU time is measured. The events of GRAPH add about 2 µs to a replay of many calls. EVENTS includes the host's time
+    between two launches. Raises ValueError for a pair in `_REFUSED`.
     """
 
     clock: Clock
@@ -67,8 +68,8 @@ METHODS = tuple(Method(clock, l2) for clock, l2 in product(Clock, L2) if (clock,
 
 
 def method_named(clock: str, l2: str) -> Method:
-    """Return the method that two command-line words name: a clock, and "cold" or "warm". "cold" means rotated buffers for
-    the graph clock and flushed L2 for the other clocks, as in `flashinfer.testing`.
+    """Return the method for two words of the command line: a clock, and "cold" or "warm". "cold" means rotated buffers for the
+    graph clock and flushed L2 for the other clocks, as in `flashinfer.testing`.
     """
     clocks = {each.value: each for each in Clock}
     if clock not in clocks:

@@ -1,4 +1,4 @@
-"""Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates. A
+"""Measure the rates that this GPU's memory and matrix units reach, and compute the least time of a call at those rates. A
 kernel that only reads can be a little faster than the measured negation; e4m3 products are faster than the bf16 product.
 """
 
@@ -27,8 +27,8 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The rates that large simple kernels reached on this GPU in this run: GB/s (10**9) of bytes read plus written, and
-    TFLOP/s of a bf16 matrix product on random data. `datasheet` has the vendor's.
+    """The rates that large simple kernels reached on this GPU in this run: GB/s (10**9) of bytes read plus written, and TFLOP/s
+    of a bf16 matrix product on random data. `datasheet` has the vendor's rates.
     """
 
     bandwidth_gbps: float
@@ -48,7 +48,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A measured time, compared with the least time that the work can take."""
+    """A measured time, compared with the least time in which the GPU can move the bytes and do the operations."""
 
     bandwidth_gbps: float  #: 10**9 bytes per second
     rate_tflops: float
@@ -77,8 +77,8 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
-    """Return a sentence that says why this GPU cannot reach these percentages of its measured rates; "" if it can.
-    `is_cold`: the inputs were not in L2. Products of a narrow `kv_dtype`, given by torch's name, may be faster.
+    """Return a sentence that says why this GPU cannot reach these percentages of its measured rates; "" if it can. `is_cold`:
+    the inputs were not in L2. `kv_dtype`: torch's name of the cache's dtype; products of narrow dtypes may be faster.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
     over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY
@@ -113,8 +113,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a torch.neg that reads and writes half of `size_bytes` each. A copy would be slower, because inside a graph it
-    runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
+    """Return a torch.neg that reads half of `size_bytes` and writes the other half. A copy would be slower, because inside a
+    graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

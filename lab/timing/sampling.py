@@ -1,5 +1,6 @@
-"""Take samples of timed calls by a clock, and check this clock against the host's, which measures the time between two
-device-wide waits, and so work on every stream. Functions that read time are bound before a kernel is loaded.
+"""Take samples of timed calls by a clock, and compare this clock with the host's. The host's clock measures the time between
+two waits for the whole GPU, and so sees work on every stream. Functions that read time are looked up before a kernel is loaded,
+which might replace them.
 """
 
 import random
@@ -42,7 +43,9 @@ Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class RefusedTimeError(RuntimeError):
-    """A time is refused: the hardware cannot reach it, two clocks disagree, or foreign work ran on the GPU or in a thread."""
+    """A time is refused: the hardware cannot reach it, two clocks disagree, or a thread or the GPU did work that was not
+    launched by the timing.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Sample:
 def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
-    """Return a sample of each step by CUDA events. Every `read_every`-th step the device's state is read. With `queued` the
-    GPU spins while the host launches; otherwise a sample includes the host's launch time.
+    """Return a sample of each step, measured by CUDA events. With `queued` the GPU spins while the host launches; otherwise a
+    sample includes the host's launch time. Every `read_every`-th step also reads the GPU's state.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -72,7 +75,9 @@ def between_events(
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return two times in µs: of `run` alone by CUDA events, and of all three by the host's clock between device-wide waits."""
+    """Return two times in µs: of `run` by CUDA events, and of all three functions by the host's clock between waits for the
+    GPU.
+    """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -90,7 +95,6 @@ def _timed(
 
 
 def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
-    """Raise RefusedTimeError if the medians of `us` and `host_us` differ by more than `AGREE_PERCENT` + `slack_us`."""
     both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
     if not both:
         return
@@ -108,7 +112,9 @@ def fresh_seed() -> int:
 
 
 def refuse_foreign_threads() -> None:
-    """Raise RefusedTimeError if a thread runs foreign code: it could slow other kernels down, or work between two samples."""
+    """Raise RefusedTimeError if a thread runs code of neither Python, the installed packages nor the lab. It could slow other
+    kernels down, or work between two samples.
+    """
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)

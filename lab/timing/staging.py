@@ -1,5 +1,5 @@
 """Make a timed call ready for sampling: prepare it, run and check it once, and capture it in a CUDA graph. A *buffer* is one
-copy of all tensors of the call; with rotation, consecutive calls in the graph use different buffers.
+copy of all tensors of the call. With rotation, consecutive calls in the graph use different buffers.
 """
 
 import copy
@@ -47,7 +47,6 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """If a call has a `redraw`, draw its queries and lengths from `seeds`, with `tokens` also K and V, and wipe its output."""
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -55,7 +54,9 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. Without `whole` only a part is checked."""
+    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. With `whole` False only some of the results
+    are checked.
+    """
     drain()
     for work in works:
         if work.check is not None:
@@ -66,7 +67,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 def stage(work: GpuWork, method: Method) -> Staged:
     """Prepare a call, run and check it once, and capture the CUDA graph that a sample replays. Raises AssertionError for a
-    wrong output, and RuntimeError or ValueError as `measure_interleaved`.
+    wrong output, and the ValueError and RuntimeError of `measure_interleaved`.
     """
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
@@ -90,7 +91,6 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and run the call once on each of the buffers, check the results, and return the prepared calls."""
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -106,8 +106,8 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Replay a graph that fills each call's output with NaN right before the call. Then check the result of one call of the
-    second half: it is wrong if an earlier call had computed it.
+    """Replay a graph that fills each call's output with NaN right before the call. Then check the result of one late call: it
+    is wrong if an earlier call computed it.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -122,7 +122,7 @@ def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: 
 def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
     number = buffer_copies(work.bytes_moved, method, _l2_bytes())
     try:
-        return work.copies(number)
+        return [work, *map(work.copy, range(1, number))]
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(
             f"{number} copies of the buffers, which cold by rotation needs, do not fit into the GPU's memory: take the CUPTI "
@@ -135,7 +135,9 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many buffers calls must use in turn so that a buffer has left L2 before its next use; 1 without rotation."""
+    """Return how many buffers the calls must use in turn so that a buffer is no longer in L2 at its next use; 1 without
+    rotation.
+    """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
     copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
@@ -182,8 +184,9 @@ def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
 def _long_enough(
     buffers: list[GpuWork], calls: list[Call], stream: torch.cuda.Stream, *, is_rotated: bool
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls. With rotation each call has its own
-    buffer as far as memory allows, so that none can reuse the result of an earlier call; both lists grow.
+    """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls. With rotation each call has a buffer of
+    its own, as far as memory allows, so that no call can reuse the result of an earlier one. New buffers and calls are appended
+    to both lists.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -201,7 +204,9 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return the number of buffers that exist or fit into a share of the free memory, by the size of a copy of all tensors."""
+    """Return how many buffers the GPU's memory can hold, in use of `SHARE_FOR_BUFFERS` of its free part. Copies one buffer to
+    measure it.
+    """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
     each = max(torch.cuda.memory_allocated() - before, 1)
@@ -214,7 +219,6 @@ def _l2_bytes() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
-@functools.cache
+@functools.cache  # one stream for all captures on a GPU, so that a kernel with state per stream has one state
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures on a GPU, so that a kernel with state per stream has one state."""
     return torch.cuda.Stream(device_index)

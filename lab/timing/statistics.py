@@ -1,8 +1,8 @@
-"""Decide whether the second of two sets of time samples is FASTER, SLOWER, the SAME or UNSURE.
+"""Decide from two sets of time samples whether the second is FASTER, SLOWER, the SAME or UNSURE.
 
-The samples of one run share buffers, clocks and a warm-up, so that two runs of the same code differ by more than the scatter
-within a run, and a rank test alone would call this significant. So there is a minimum effect: 3 %, or 1 % for variants that
-are interleaved within one process.
+The samples of one run have buffers, clocks and warm-up in common, so that two runs of the same code differ by more than the
+samples within a run differ, and a rank test alone would call this significant. So there is a minimum effect: 3 %, or 1 % for
+variants that are interleaved within one process.
 """
 
 import enum
@@ -55,7 +55,7 @@ class Speed(enum.Enum):
 
 @dataclass(frozen=True)
 class Times:
-    """Recorded times of one call in µs: the median, the interquartile range if it is known, and the samples if recorded."""
+    """Recorded times of one call in µs: the median, the interquartile range or None, and the samples or ()."""
 
     median_us: float
     iqr_us: float | None = None
@@ -71,7 +71,7 @@ class Times:
 
     @property
     def quartiles_us(self) -> tuple[float, float] | None:
-        """Return the median minus and plus half the interquartile range; None if that range is unknown."""
+        """Return (median - iqr / 2, median + iqr / 2), where iqr is the interquartile range; None if it is unknown."""
         if self.iqr_us is None:
             return None
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
@@ -82,7 +82,7 @@ class Times:
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """The result of comparing two sets of time samples: a verdict (`speed`), and the change of the median time."""
+    """The result of comparing two sets of time samples: a verdict (`speed`), and the change of the median."""
 
     speed: Speed
     before_us: float  #: the median
@@ -132,8 +132,8 @@ def compare_samples(
 
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
-    """Compare recorded times: by `compare_samples` if both have samples, else by the interval that contains the ratio if
-    each time lies between its quartiles. For normal samples it is as wide as the 99 % interval of 11 samples a side. Medians
+    """Compare recorded times, by `compare_samples` if both have samples. Without samples the interval is that of the ratio if
+    each time lies between its quartiles; for normal samples it is as wide as the 99 % interval of 11 samples a side. Medians
     alone give UNSURE.
     """
     if before.samples_us and after.samples_us:

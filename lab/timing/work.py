@@ -32,12 +32,9 @@ class GpuWork:
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
-    def copies(self, count: int) -> list["GpuWork"]:
-        return [self, *map(self.copy, range(1, count))]
-
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call on copies, which share memory as the originals do, or on set `number` (from 1) of its
-        `redraw`.
+        """Return this timed call on copies of its tensors, which share memory as the originals do. If it has a `redraw`, the
+        tensors are set `number` (from 1) of that instead.
         """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))

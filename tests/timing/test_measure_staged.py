@@ -59,7 +59,8 @@ class Kernel:
 
 
 def staged(kernel: Kernel, passes: TimedPasses, number: int = BUFFERS) -> Staged:
-    buffers = passes.work(kernel).copies(number)
+    work = passes.work(kernel)
+    buffers = [work, *map(work.copy, range(1, number))]
     for work in buffers:
         renew(work, Seeds(1, 1))
     calls = [work.call() for work in buffers]

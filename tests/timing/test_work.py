@@ -24,8 +24,7 @@ def test_a_copy_shares_no_memory_and_keeps_its_views() -> None:
         out.copy_(nested.inside[0] + nested.inside[1])
 
     work = GpuWork.of(total, 1, nested=Nested((pool[0].T, pool[1].T)), out=out)
-    first, second = work.copies(2)
-    assert first is work
+    second = work.copy(1)
     k, v = second.arguments["nested"].inside
     assert k.stride() == pool[0].T.stride()
     assert v.data_ptr() - k.data_ptr() == pool[1].data_ptr() - pool[0].data_ptr()
@@ -43,7 +42,7 @@ def test_work_is_prepared_anew_for_each_copy_and_keeps_its_check() -> None:
         return lambda: arguments["x"]
 
     work = GpuWork(prepare, {"x": torch.ones(2)}, 8, 2, check=lambda arguments: None)
-    copies = work.copies(3)
+    copies = [work, work.copy(1), work.copy(2)]
     assert [copy.call()() is copy.arguments["x"] for copy in copies] == [True] * 3
     assert len({id(arguments["x"]) for arguments in seen}) == 3
     assert {(copy.bytes_moved, copy.operations, copy.check) for copy in copies} == {(8, 2, work.check)}
