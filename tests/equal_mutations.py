@@ -9,7 +9,6 @@ EQUAL_LENGTHS = {
         "elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))",
     ),
     "lab/references/assertion.py": (
-        "for history, q_len in zip(histories, q_lens, strict=True)",
         "k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))",
     ),
     "lab/references/forward_metadata.py": (

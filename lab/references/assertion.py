@@ -1,7 +1,6 @@
 """An assertion for tests of other projects: compare a kernel's output with float64 results, by the bound of `lab judge`."""
 
 import inspect
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,25 +168,17 @@ def truth_of_problem(
         return Truth.of_heads(
             [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
         )
-    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
-        offsets = problem.row_offsets()
-        chosen = range(problem.batch_size) if requests is None else requests
-        rows_of = [range(*offsets[each : each + 2]) for each in chosen]
-        truth = truth_of_problem(problem.of_rows(), arithmetic, requests=list(itertools.chain(*rows_of)))
-        return with_requests(truth, [len(rows) for rows in rows_of])
     chosen = range(problem.batch_size) if requests is None else requests
     offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        rows = [row for request in chosen for row in range(offsets[request], offsets[request + 1])]
+        return with_requests(truth_of_problem(problem.of_rows(), arithmetic, requests=rows), q_lens)
     histories = histories_of(problem, chosen) if histories is None else list(histories)
     query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
     if isinstance(problem, PagedAttention) and problem.selected is not None:
         selected = [indices for _, indices in selections_of(problem, chosen)]
         return truth_of_selected(query, histories, selected, Rules.of(problem, arithmetic))
-    if problem.window_left >= 0:
-        histories = [
-            _without_unseen(history, q_len, problem.window_left)
-            for history, q_len in zip(histories, q_lens, strict=True)
-        ]
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     shown = None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)])
     return truth_of_requests(query, histories, q_lens, Rules.of(problem, arithmetic, shown))
@@ -208,15 +199,6 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
         k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
         histories.append((k, v))
     return histories
-
-
-def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return K and V with zeros for the keys before all windows: an engine may have freed their pages."""
-    unseen = max(0, len(history[0]) - q_len - window_left)
-    k, v = (side.clone() for side in history)
-    for side in (k, v):
-        side[:unseen] = 0
-    return k, v
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:

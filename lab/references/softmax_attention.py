@@ -371,8 +371,10 @@ def solved_requests(
             visible = visible_to(
                 rows, q_len, keys.shape[1], shown, query.device, causal=rules.causal, window_left=rules.window_left
             ).expand(len(requests), -1, -1)
-            place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
-            inputs = query[place], keys[:, :last], values[:, :last], visible, rules
+            # An engine may have freed the pages of keys before the first row's window.
+            seen_from = 0 if rules.window_left < 0 else max(0, keys.shape[1] - q_len + start - rules.window_left)
+            place, seen = rows_of_each[:, rows.start : rows.stop], slice(seen_from, visible.shape[2])
+            inputs = query[place], keys[:, seen], values[:, seen], visible[:, :, seen], rules
             out, lse_log2 = unchecked_attention(*inputs)
             control = skipped = None
             if with_control:
