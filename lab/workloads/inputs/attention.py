@@ -136,26 +136,19 @@ class AttentionInputs:
             }
         elif case.storage.kv_layout != "HND":
             arguments["kv_layout"] = case.storage.kv_layout
+        if case.has_offsets:
+            arguments |= {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, device)}
         if case.interface is AttentionCall.CONTEXT:
-            arguments |= {
-                "max_q_len": max(q_lens),
-                "max_kv_len": self.max_seq_len,
-                "batch_size": len(q_lens),
-                "cum_seq_lens_q": running_sum(q_lens, device),
-                "cum_seq_lens_kv": running_sum(case.kv_lens, device),
-            }
+            arguments |= {"max_kv_len": self.max_seq_len, "batch_size": len(q_lens)}
+            arguments["cum_seq_lens_kv"] = running_sum(case.kv_lens, device)
         else:
             arguments["max_seq_len"] = self.max_seq_len
         if self.seen is not None:
             arguments["enable_block_sparse_attention"] = True
         elif self.block_tables.dim() == 3:
             arguments["uses_shared_paged_kv_idx"] = False
-        if case.offsets:
-            arguments |= {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, device)}
-            if not case.is_mla:
-                arguments["q_len_per_req"] = None
-        elif case.interface is AttentionCall.DECODE and q_lens[0] > 1:
-            arguments["q_len_per_req"] = q_lens[0]
+        if case.interface is AttentionCall.DECODE and (case.offsets or q_lens[0] > 1):
+            arguments["q_len_per_req"] = None if case.offsets else q_lens[0]
         if case.top_k:
             arguments |= self._selection_arguments()
         if case.rank is not None:
