@@ -167,9 +167,7 @@ class MLACase(LatentLayer, PassCase):
     @property
     def visible_keys(self) -> int:
         """Return the least number of cache entries that a kernel reads: all rows of a request may select the same entries."""
-        return sum(
-            self._num_selected(seen, rows) for seen, rows in zip(self.seen_lens, self.q_lens, strict=True) if rows
-        )
+        return sum(map(self._num_selected, self.seen_lens, self.q_lens))
 
     @property
     def operations(self) -> int:

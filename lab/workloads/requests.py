@@ -62,9 +62,7 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        return torch.cat(
-            [self.pool.slots(*each) for each in zip(self.rows, self.first_written, self.kv_lens, strict=True)]
-        )
+        return torch.cat([*map(self.pool.slots, self.rows, self.first_written, self.kv_lens)])
 
     def evict(self, window_left: int) -> tuple[int, ...]:
         """Evict the sliding-window pages that no query row sees. Return the first remaining position of each request."""

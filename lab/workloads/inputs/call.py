@@ -105,10 +105,9 @@ Forms = frozenset[Form]
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
     """Return the call of `inputs` with the optional arguments and results in `forms` and no others, not even sinks or mask."""
-    sinks, shown = (
-        value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
-    )
-    inputs = replace(inputs, sinks=sinks, shown=shown)
+    fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
+    without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
+    inputs = replace(inputs, **without)
     if isinstance(inputs, AttentionInputs) and Form.TABLES in forms:
         arguments = inputs.with_separate_tables().arguments()
     else:

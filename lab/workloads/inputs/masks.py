@@ -1,5 +1,7 @@
 """Masks over draft tokens, and the packed words that XQA reads."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,7 @@ def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
     masks = {f"{name} mask": shown.expand(count, -1, -1) for name, shown in shapes.items()}
-    masks["mask that differs by request"] = torch.stack(
-        [list(shapes.values())[request % len(shapes)] for request in range(count)]
-    )
+    masks["mask that differs by request"] = torch.stack([*itertools.islice(itertools.cycle(shapes.values()), count)])
     return masks
 
 
