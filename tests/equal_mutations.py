@@ -42,7 +42,7 @@ EQUAL_LENGTHS = {
         'return ", and ".join(word for word, fit in zip(words, fits, strict=True) if not fit)',
         "if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):",
     ),
-    "lab/kernels/support/packages.py": (
+    "lab/kernels/support/peers.py": (
         "span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))",
     ),
     "lab/checks/explain/call_features.py": (
@@ -120,9 +120,9 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "if head_dim > 257:  # `gen_xqa_module`",
     ): "a head_dim is a multiple of 16 there",
     (
-        "lab/kernels/support/packages.py",
-        "honours=HONOURED_BY_ALL | LSES | {Feature.SINKS},",
-        "honours=HONOURED_BY_ALL ^ LSES | {Feature.SINKS},",
+        "lab/kernels/support/peers.py",
+        "honours=PACKAGES_HONOUR | LSES | {Feature.SINKS},",
+        "honours=PACKAGES_HONOUR ^ LSES | {Feature.SINKS},",
     ): "the sets have no feature in common",
     **{
         ("lab/checks/explain/failure_rules.py", before, before.replace(number, other)): "it limits the search's effort"
@@ -252,7 +252,7 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "start, end = CudaEvent(enable_timing=False), CudaEvent(enable_timing=True)",
     ): "only a GPU has events: its tests see it",
     (
-        "lab/kernels/support/packages.py",
+        "lab/kernels/support/peers.py",
         "return 64 if problem.window_left >= 0 else 80",
         "return 64 if problem.window_left >= 0 else 79",
     ): "a page size is a power of two, and so neither",

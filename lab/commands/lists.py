@@ -31,7 +31,7 @@ def implementations() -> None:
     import torch
 
     from lab.gpus import capability_of
-    from lab.kernels.implementations import availabilities
+    from lab.kernels.support import availabilities
     from lab.provenance import version_of
     from lab.reports.tables import FittedTable, table_of_lines, terminal, words
 

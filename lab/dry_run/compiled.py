@@ -29,7 +29,7 @@ import torch
 from lab.dry_run import build
 from lab.gpus import Capability, family_of, sm_name
 from lab.kernels.support import Kernel
-from lab.kernels.support.fmha_v2 import FMHA_V2
+from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA
 
 # The added assertion is in a template, so that the compiler's error contains the template's argument.

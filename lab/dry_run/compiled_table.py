@@ -24,7 +24,7 @@ from lab.dry_run.compiled import Compiled, Shape, compiled
 from lab.files import write_text
 from lab.gpus import sm_name
 from lab.kernels.support import why_not
-from lab.kernels.support.fmha_v2 import FMHA_V2
+from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 from lab.provenance import environment
 from lab.reports.recorded import grouped

@@ -32,9 +32,8 @@ def __getattr__(name: str) -> Any:
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
-    """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device, else `lab.kernels.portable`.
-
-    A `device` of None means the GPU if there is one, else the CPU.
+    """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device, else `lab.kernels.portable`. A `device` of
+    None means the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = family_of(capability_of(where))

@@ -1,6 +1,4 @@
-"""Code that the adapters of FlashInfer and of other packages use: entry points, look-ups of installed functions, workspaces and
-page tables.
-"""
+"""Entry points, look-ups of installed functions, workspaces and page tables for the adapters of installed packages."""
 
 import functools
 import importlib
@@ -48,9 +46,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call that launches no kernel. A run returns `returned(out, lse)`, for the output and LSE tensors of
-    `problem`.
-    """
+    """Return a prepared call that launches no kernel and returns `returned(out, lse)`."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -112,9 +108,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return a function or class of the installed FlashInfer, and its signature. Raise NotImplementedError if this FlashInfer
-    does not have it.
-    """
+    """Return a function or class of the installed FlashInfer and its signature, or raise NotImplementedError."""
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
@@ -128,11 +122,45 @@ def version() -> str:
     return importlib.metadata.version("flashinfer-python")
 
 
-def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, updated by `changes`, without those that equal FlashInfer's defaults: an older FlashInfer
-    may have no such parameter.
+@functools.cache
+def installed_function(
+    part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
+) -> Callable[..., Any]:
+    """Return the function `name` after checking that it takes exactly `keywords`; with empty `keywords` the signature is not
+    checked. Error messages name `part`, the module that needs the function, and `written_for`, the release for which the lab
+    was written.
+
+    Raises:
+        ModuleNotFoundError: the package, or a package that it imports, is not installed.
+        TypeError: the installed release lacks the function or a parameter, or requires a parameter that is not passed.
     """
-    defaults = _defaults(call.__class__)
+    package = name.partition(".")[0]
+    require(part, package)
+    module, _, attribute = name.rpartition(".")
+    try:
+        release = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a folder on the path
+        release = "of an unknown version"
+    here = f"the installed {package} {release}"
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (AttributeError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise TypeError(f"{here} has no {name}; the lab is written for {written_for}") from error
+    if keywords:
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(keywords))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} of {here} does not take this call: {error}; the lab is written for {written_for}"
+            ) from error
+    return function
+
+
+def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, updated by `changes`, without those that equal FlashInfer's defaults."""
+    defaults = _defaults(call.__class__)  # not passed, because an older FlashInfer may have no such parameter
 
     def is_default(name: str, value: Any) -> bool:
         default = defaults[name]
@@ -157,9 +185,7 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a contiguous page table and the launches that copy `table` to it before each run; `table` itself and () if it is
-    contiguous. FlashInfer's kernels ignore the strides of a page table.
-    """
+    """Return a contiguous page table, as FlashInfer's kernels need it, and the launches that copy `table` to it."""
     if table.is_contiguous():
         return table, ()
     rows = torch.empty(table.shape, dtype=table.dtype, device=table.device)
@@ -207,8 +233,12 @@ def trtllm_gen_memory(call: Any, problem: PagedAttention) -> dict[str, Any]:
     """Return the arguments for workspace and counters of a call that runs trtllm-gen. If the caller gives no counters, the
     first bytes of the workspace, which are zero, are the counters: FlashInfer would allocate and zero a buffer in each call.
     """
-    # A decode kernel's partial results come after the statistics; the launcher does not check that they fit.
-    statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
+    statistics_bytes = 0
+    # A decode kernel's partial results come after the softmax statistics; the launcher does not check that they fit.
+    if not isinstance(call, ContextCall) and (problem.lse is not None or problem.return_lse):
+        # Two float32 per request, head and row, and 1 MiB (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
+        rows = -(-problem.max_q_len // 256) * 256
+        statistics_bytes = problem.batch_size * problem.num_qo_heads * rows * 8 + 2**20
     workspace = workspace_for(call.workspace_buffer, problem.query.device, statistics_bytes)
     given = call.multi_ctas_kv_counter_buffer
     if not takes_counters():
@@ -231,13 +261,6 @@ def takes_kv_pairs() -> bool:
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")
-
-
-def _statistics_bytes(problem: PagedAttention) -> int:
-    if problem.lse is None and not problem.return_lse:
-        return 0
-    # Two float32 per request, head and row, and 1 MiB (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
-    return problem.batch_size * problem.num_qo_heads * -(-problem.max_q_len // 256) * 256 * 8 + 2**20
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:

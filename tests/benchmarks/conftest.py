@@ -14,7 +14,7 @@ from lab.calls import AttentionCall
 from lab.checks import CaseVerdict, judge_forward
 from lab.gpus import capability_of
 from lab.integrity import ChangedBindingsError, bindings
-from lab.kernels.implementations import modules_of
+from lab.kernels.support import modules_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.recorded.case import recorded_cases

@@ -9,7 +9,7 @@ import torch
 from lab.calls.problem import E4M3
 from lab.dry_run import build, compiled_table
 from lab.dry_run.compiled import Shape, compiled
-from lab.kernels.support.fmha_v2 import FMHA_V2
+from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
 RECORDED = Path(__file__).parents[2] / "results" / "blackwell-dry-run"

@@ -31,7 +31,7 @@ class SimulatedFlashAttention4:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def installed_function(self, part: str, name: str, written_for: str, keywords: frozenset[str]) -> Any:
-        """Stand in for `lab.kernels.peers.installed.installed_function`."""
+        """Stand in for `lab.kernels.flashinfer_call.installed_function`."""
         assert name == "flash_attn.cute.interface._flash_attn_fwd"
         inspect.signature(self._forward).bind(**dict.fromkeys(keywords))
         return self

@@ -11,9 +11,9 @@ from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import why_not
-from lab.kernels.support.dsv4 import TRTLLM_GEN_DSV4
 from lab.kernels.support.portable import PORTABLE_DSV4
 from lab.kernels.support.trtllm import kernel_for
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DSV4
 from tests.calls.breaks import Breaks, tensor, value
 from tests.cases import Arguments
 

@@ -198,7 +198,7 @@ def mha_launch() -> TritonLaunch:
     """Four tiles of one request."""
     arguments = PortableKernel(CONTEXT).pose([65], [4 * KEYS], KEYS, heads=1, head_dim=DIMS, causal=False)
     problem = ContextCall(**arguments).problem()
-    return hopper.hopper_launches(problem, problem.results(), HopperTile(128, KEYS, stages=2), None)[0]
+    return hopper.hopper_launches(problem, problem.results(), HopperTile(128, KEYS, stages=2), None, None)[0]
 
 
 def mla_launch() -> TritonLaunch:

@@ -8,9 +8,8 @@ import torch
 
 import lab.kernels
 from lab.calls.problem import AttentionCall
-from lab.kernels import default_implementation, implementations
-from lab.kernels.implementations import IMPLEMENTATIONS, availabilities
-from lab.kernels.support import KERNELS
+from lab.kernels import default_implementation, support
+from lab.kernels.support import IMPLEMENTATIONS, KERNELS, availabilities
 from tests.commands.command import run as run_lab
 
 TRTLLM = "lab.kernels.trtllm"
@@ -49,7 +48,7 @@ def test_a_gpu_without_a_kernel_of_a_call_says_which_gpus_have_one() -> None:
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(implementations, "find_spec", lambda name: None if name == "flashinfer" else find(name))
+    monkeypatch.setattr(support, "find_spec", lambda name: None if name == "flashinfer" else find(name))
     for each in on((9, 0), TRTLLM).values():
         assert each.why_not is not None
         assert "flashinfer, which is not installed" in each.why_not

@@ -107,7 +107,7 @@ class Launches:
 
     def launch(self, launch: Any) -> None:
         """Stand for `TritonLaunch.__call__`."""
-        launch._compiled = Compiled(self, launch._kernel)
+        launch.compiled = Compiled(self, launch._kernel)
         launch._bare_launch()(*triton_call._addressed(launch._arguments), *launch._constants())
 
     def named(self, argument: Any) -> Any:

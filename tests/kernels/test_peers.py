@@ -12,7 +12,7 @@ import torch
 from lab import references
 from lab.calls import PagedAttention
 from lab.gpus import Capability
-from lab.kernels import prepare, support
+from lab.kernels import prepare, support, trtllm
 from lab.kernels.peers import flash_attention_4, flashinfer_mla, flashinfer_paged, flashinfer_ragged, planned
 from lab.kernels.support import kernel_names
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
@@ -185,6 +185,8 @@ def test_a_gpu_has_its_own_backend(simulate: Simulate, name: str, capability: Ca
     kernel = FA2_PAGED if backend == "fa2" else FA3_PAGED
     assert kernel_names(flashinfer_paged, [DECODE], torch.device("cpu")) == kernel.name
     assert kernel_names(flashinfer_paged.fa2, [DECODE], torch.device("cpu")) == FA2_PAGED.name
+    assert kernel_names(flash_attention_4, [DECODE], torch.device("cpu")) == "FlashAttention-4"
+    assert kernel_names(trtllm.mla_decode, [DECODE], torch.device("cpu")) == "mla_decode"
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -362,22 +364,22 @@ def test_a_capture_is_refused_before_offsets_are_read(
 ) -> None:
     simulate()
 
-    def refuse(wrapper: str, device: torch.device) -> None:
-        raise NotImplementedError(f"{wrapper} is captured")
+    def refuse(kernel: str, device: torch.device) -> None:
+        raise NotImplementedError(f"{kernel} is captured")
 
     def read(problem: PagedAttention) -> list[int]:
         raise AssertionError("offsets were read")
 
-    monkeypatch.setattr(flashinfer_paged, "refuse_planning_in_capture", refuse)
+    monkeypatch.setattr(planned, "refuse_planning_in_capture", refuse)
     monkeypatch.setattr(PagedAttention, "row_offsets", read)
-    with pytest.raises(NotImplementedError, match="WithPagedKVCacheWrapper is captured"):
+    with pytest.raises(NotImplementedError, match=f"{FA3_PAGED.name} is captured"):
         call(flashinfer_paged, make())
 
 
 def test_a_capture_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="no CUDA graph can: call plan before"):
-        planned.refuse_planning_in_capture(flashinfer_ragged.WRAPPER, torch.device("cuda"))
+        planned.refuse_planning_in_capture("a kernel", torch.device("cuda"))
 
 
 def test_the_simulation_has_the_installed_functions_parameters() -> None:

@@ -13,11 +13,9 @@ import torch
 from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
 from lab.kernels import PlannedOnce, prepare
-from lab.kernels.implementations import modules_of
 from lab.kernels.peers import flash_attention_4, flash_mla, flashinfer_paged, flex_attention, sglang_triton, vllm_triton
-from lab.kernels.support import why_not
-from lab.kernels.support.packages import FLASH_ATTENTION_4, FLASH_MLA
-from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
+from lab.kernels.support import modules_of, why_not
+from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED, FLASH_ATTENTION_4, FLASH_MLA
 from lab.references import assert_close_to_reference
 from lab.timing import method_named
 from lab.timing.forward import DeclinedError, time_forward

@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from lab import references
-from lab.kernels import PlannedOnce, prepare, support
-from lab.kernels.peers import flash_attention_4, flash_mla, flex_attention, installed, sglang_triton, vllm_triton
-from lab.kernels.peers.installed import installed_function
+from lab.kernels import PlannedOnce, flashinfer_call, prepare, support
+from lab.kernels.flashinfer_call import installed_function
+from lab.kernels.peers import flash_attention_4, flash_mla, flex_attention, sglang_triton, vllm_triton
 from lab.kernels.support import Kernel
-from lab.kernels.support.packages import FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON
+from lab.kernels.support.peers import FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON
 from tests.cases import DECODE, Arguments, context_arguments, decode_arguments, pack_mask, random_batch
 from tests.kernels.adapter_calls import decode, function_of
 from tests.kernels.adapter_calls import posed as problem_of
@@ -266,7 +266,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> SimulatedVLLM:
         for end in range(1, len(parts)):
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
         monkeypatch.setitem(sys.modules, ".".join(parts), SimpleNamespace(**functions))  # type: ignore[misc]
-    monkeypatch.setattr(installed, "require", lambda *names: None)
+    monkeypatch.setattr(flashinfer_call, "require", lambda *names: None)
     return simulated
 
 

@@ -13,10 +13,9 @@ from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
-from lab.kernels.support.fmha_v2 import FMHA_V2
-from lab.kernels.support.packages import FLASH_MLA, FLEX_ATTENTION, SGLANG_TRITON
+from lab.kernels.support.peers import FLASH_MLA, FLEX_ATTENTION, SGLANG_TRITON
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA, split_head_dim
-from lab.kernels.support.trtllm import CAKE, kernel_for
+from lab.kernels.support.trtllm import CAKE, FMHA_V2, kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA

@@ -8,9 +8,18 @@ import torch
 from lab.gpus import Capability
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
-from lab.kernels.support.packages import FLASH_ATTENTION_4 as FA4
-from lab.kernels.support.packages import FLASH_MLA, VLLM_TRITON
-from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED, fa_backend
+from lab.kernels.support.peers import (
+    FA2_MLA,
+    FA2_PAGED,
+    FA2_RAGGED,
+    FA3_MLA,
+    FA3_PAGED,
+    FA3_RAGGED,
+    FLASH_MLA,
+    VLLM_TRITON,
+    fa_backend,
+)
+from lab.kernels.support.peers import FLASH_ATTENTION_4 as FA4
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.xqa import XQA_MLA
 from tests.cases import Arguments

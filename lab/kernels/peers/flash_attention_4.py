@@ -14,9 +14,8 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.gpus import SM100, capability_of, family_of
-from lab.kernels.flashinfer_call import Ready, entries
-from lab.kernels.peers.installed import installed_function
-from lab.kernels.support.packages import FLASH_ATTENTION_4
+from lab.kernels.flashinfer_call import Ready, entries, installed_function
+from lab.kernels.support.peers import FLASH_ATTENTION_4
 
 FUNCTION, WRITTEN_FOR = "flash_attn.cute.interface._flash_attn_fwd", "flash-attn-4 4.0.0b36"
 LOG2_E = math.log2(math.e)
@@ -25,8 +24,8 @@ BY_ITS_HEURISTIC = 0  # value of `num_splits`
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
-
     Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
+    `workspace_buffer` is not used.
     """
     out, lse = problem.results()
     splits = family_of(capability_of(problem.query.device)) is SM100

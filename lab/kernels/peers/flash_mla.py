@@ -16,9 +16,8 @@ import torch
 
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
-from lab.kernels.flashinfer_call import Ready, entries
-from lab.kernels.peers.installed import installed_function
-from lab.kernels.support.packages import FLASH_MLA
+from lab.kernels.flashinfer_call import Ready, entries, installed_function
+from lab.kernels.support.peers import FLASH_MLA
 from lab.kernels.support.stored_cache import share_memory, token_list
 
 FUNCTION, WRITTEN_FOR = "flash_mla.flash_mla_sparse_fwd", "sgl-flash-mla 1.0.0"
@@ -27,14 +26,14 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
     """Return an MLA decode call that selects entries, ready to run. `lab.calls.MLADecodeCall` documents parameters and errors.
-
     Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`), TypeError
     if the installed function takes other arguments. `workspace_buffer` is not used.
     """
     out, lse = problem.results()
     selected = problem.selected
     assert selected is not None
-    columns = whole_blocks(selected)
+    beyond = -selected.shape[1] % BLOCK_COLUMNS
+    columns = torch.nn.functional.pad(selected, (0, beyond), value=-1) if beyond else selected
     arguments: dict[str, Any] = {
         "q": problem.query,
         "kv": token_list(problem.k_cache),
@@ -64,12 +63,6 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
         return call.returned(out, lse)
 
     return run
-
-
-def whole_blocks(selected: torch.Tensor) -> torch.Tensor:
-    """Return a table of selected entries, int32 [num_rows, num_columns], padded with -1 to a multiple of 128 columns."""
-    more = -selected.shape[1] % BLOCK_COLUMNS
-    return torch.nn.functional.pad(selected, (0, more), value=-1) if more else selected
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:

@@ -12,16 +12,14 @@ import torch
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, PagedAttention
 from lab.kernels.flashinfer_call import PreparedCall, installed, scratch_for
-from lab.kernels.peers.planned import PlannedWrapper, live_pages, supported_backend
+from lab.kernels.peers.planned import PlannedWrapper, live_pages
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
-WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> PreparedCall:
     out, lse = problem.results()
-    backend = supported_backend(backend, WRAPPER, problem)
-    wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
+    wrapper_type, _ = installed("flashinfer.mla", "BatchMLAPagedAttentionWrapper")
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     wrapper = wrapper_type(scratch_for(call.workspace_buffer, problem.query.device), backend=backend)
     kv_lens, indptr, indices, _ = live_pages(problem)

@@ -14,11 +14,10 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, shown_draft_tokens
-from lab.kernels.flashinfer_call import PreparedCall, Ready, installed, refuse_planning_in_capture, scratch_for
-from lab.kernels.peers.planned import PlannedWrapper, live_pages, supported_backend
+from lab.kernels.flashinfer_call import PreparedCall, Ready, installed, scratch_for
+from lab.kernels.peers.planned import PlannedWrapper, live_pages
 
 DECODE, CONTEXT = AttentionCall.DECODE.value, AttentionCall.CONTEXT.value
-DECODE_WRAPPER, PREFILL_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should_use_tensor_core`
 
 
@@ -32,13 +31,10 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
         and problem.sinks is None
         and problem.k_cache.stride() == problem.v_cache.stride()  # without tensor cores it reads V with K's strides
     )
-    wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
-    refuse_planning_in_capture(wrapper_name, problem.query.device)  # before offsets are read on the host
     offsets = problem.row_offsets()
     num_rows = offsets[-1]
     if num_rows == 0:
         return lambda: problem.returned(out, lse)
-    backend = supported_backend(backend, wrapper_name, problem)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = _planned(problem, scratch, backend, decodes, offsets)
     of_sinks = () if problem.sinks is None else (problem.sinks, float(problem.bmm1_scale))
@@ -66,12 +62,12 @@ def _planned(problem: PagedAttention, scratch: torch.Tensor, backend: str, decod
         "seq_lens": kv_lens,
     }
     if decodes:
-        wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
+        wrapper_type, _ = installed("flashinfer.decode", "BatchDecodeWithPagedKVCacheWrapper")
         on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or problem.group >= LEAST_GROUP_OF_TENSOR_CORES
         wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
         wrapper.plan(indptr, indices, last_page_len, head_dim=problem.head_dim, **arguments)
         return wrapper
-    wrapper_type, _ = installed("flashinfer.prefill", PREFILL_WRAPPER)
+    wrapper_type, _ = installed("flashinfer.prefill", "BatchPrefillWithPagedKVCacheWrapper")
     variant = {} if problem.sinks is None else _sink_variant(problem, backend)
     wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
     wrapper.plan(
@@ -88,10 +84,9 @@ def _planned(problem: PagedAttention, scratch: torch.Tensor, backend: str, decod
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the constructor arguments with which FlashInfer's prefill wrapper applies sinks.
-
-    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` passes the same arguments. But its name for the JIT-compiled
-    module lacks the head_dim and the dtype of K/V, so that different kernels have one name in the cache.
+    """Return the constructor arguments with which FlashInfer's prefill wrapper applies sinks. FlashInfer 0.7.2's
+    `BatchAttentionWithAttentionSinkWrapper` passes the same arguments, but its name for the JIT-compiled module lacks the
+    head_dim and the dtype of K/V, so that different kernels have one name in the cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl

@@ -5,28 +5,26 @@ for one backend, as in `lab judge lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.kernels.flashinfer_call import Ready, installed, scratch_for
-from lab.kernels.peers.planned import PlannedWrapper, supported_backend
+from lab.kernels.flashinfer_call import PreparedCall, installed, scratch_for
+from lab.kernels.peers.planned import PlannedWrapper
 from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
 
 NAME = "trtllm_ragged_attention_deepseek"
-WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Ready:
+def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> PreparedCall:
     out, lse = problem.results()
-    backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
-    attend = None
+    steps: list[Callable[[], object]] = []
     if min(num_rows, num_tokens) > 0:
-        wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
+        wrapper_type, _ = installed("flashinfer.prefill", "BatchPrefillWithRaggedKVCacheWrapper")
         scratch = scratch_for(call.workspace_buffer, problem.query.device)
         wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
         wrapper.plan(
@@ -43,24 +41,13 @@ def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Re
             kv_data_type=problem.key.dtype,
             o_data_type=problem.out_dtype,
         )
-        arguments = {
-            "out": out[:num_rows],
-            "lse": None if lse is None else lse[:num_rows],
-            "return_lse": lse is not None,
-        }
         inputs = problem.query[:num_rows], problem.key[:num_tokens], problem.value[:num_tokens]
-        attend = partial(wrapper.run, *inputs, **arguments)
+        lse_of_rows = None if lse is None else lse[:num_rows]
+        steps.append(partial(wrapper.run, *inputs, out=out[:num_rows], lse=lse_of_rows, return_lse=lse is not None))
     q_lens, kv_lens = ([end - start for start, end in itertools.pairwise(each)] for each in (q_offsets, kv_offsets))
-    fills = any(keys < rows if problem.causal else keys == 0 < rows for rows, keys in zip(q_lens, kv_lens, strict=True))
-
-    def run() -> Any:
-        if attend is not None:
-            attend()
-        if fills:
-            fill_rows_without_keys(problem, out, lse)
-        return problem.returned(out, lse)
-
-    return run
+    if any(keys < rows if problem.causal else keys == 0 < rows for rows, keys in zip(q_lens, kv_lens, strict=True)):
+        steps.append(partial(fill_rows_without_keys, problem, out, lse))
+    return PreparedCall(partial(problem.returned, out, lse), {}, tuple(steps))
 
 
 fa2, fa3, _fitting = (PlannedWrapper(__name__, (RaggedContextCall,), _plan, backend) for backend in ("fa2", "fa3", ""))

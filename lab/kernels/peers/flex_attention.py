@@ -21,11 +21,9 @@ import torch
 from torch.nn.functional import pad
 
 from lab.calls import ContextCall, DecodeCall
-from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
-from lab.gpus import Capability
+from lab.calls.problem import PagedAttention, shown_draft_tokens
 from lab.kernels.flashinfer_call import PreparedCall, entries
-from lab.kernels.support import Kernel
-from lab.kernels.support.packages import FLEX_ATTENTION
+from lab.kernels.support.peers import FLEX_ATTENTION
 from lab.kernels.support.stored_cache import token_list
 
 LOG2_E = math.log2(math.e)
@@ -34,27 +32,24 @@ MOST_KEYS = 64  # of a tile: torch's default on SM90 does not divide a page of 6
 MOST_ELEMENTS = 32 * 256  # of K in a tile: torch's default on SM90 for heads of 256, which fits in shared memory
 
 
-def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    return FLEX_ATTENTION
-
-
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call: make its block lists and compile. `lab.calls.DecodeCall` and `ContextCall` document
-    parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
-
-    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`), if a
-    CUDA graph is being captured, or if a request has a page twice.
+    parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the kernel does not support the call
+    (`lab.kernels.support.why_not`), if a CUDA graph is being captured, or if a request has a page twice. `workspace_buffer` is
+    not used.
     """
     out, lse = problem.results()
     rows = _rows_of(problem)
-    keys, values = (_by_heads(pool) for pool in (problem.k_cache, problem.v_cache))
+    keys, values = token_list(problem.k_cache), token_list(problem.v_cache)
+    assert keys is not None
+    assert values is not None
     arguments = {
         "query": rows.unflattened(problem.query).transpose(1, 2),
-        "key": keys,
-        "value": values,
+        "key": keys.transpose(0, 1).unsqueeze(0),
+        "value": values.transpose(0, 1).unsqueeze(0),
         "out": rows.unflattened(out),
         "lse": None if lse is None else rows.unflattened(lse),
-        "block_mask": _block_mask(problem, rows, keys.shape[2]),
+        "block_mask": _block_mask(problem, rows, len(keys)),
         "scale": float(problem.bmm1_scale),
         "options": {
             "BLOCK_N": min(problem.page_size, MOST_KEYS, MOST_ELEMENTS // problem.head_dim),
@@ -103,12 +98,6 @@ def _attend(
         lse.copy_(aux.lse.transpose(1, 2) * LOG2_E)
 
 
-def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    tokens = token_list(pool)
-    assert tokens is not None
-    return tokens.transpose(0, 1).unsqueeze(0)
-
-
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """The request and the visible positions of each query row. Each field is int32 [batch entries, rows of an entry]."""
@@ -138,9 +127,6 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask` of a call. For full blocks, in which every row sees every key, torch does not call the mask
-    function.
-    """
     from torch.nn.attention.flex_attention import BlockMask
 
     num_entries, num_rows = rows.request.shape
@@ -154,27 +140,18 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
         first, last, whole_to = (each[of_rows].unsqueeze(1) for each in (rows.first, rows.last, rows.whole_to))
         full[entry, 0, block] = ((page >= 0) & (begin >= first) & (end <= whole_to)).all(0)
         partial[entry, 0, block] = ((page >= 0) & (begin <= last) & (end >= first)).any(0)
-    num_partial, partial_ids = _lists(partial & ~full)
-    num_full, full_ids = _lists(full)
-    return BlockMask(
-        seq_lengths=(num_rows, num_tokens),
-        kv_num_blocks=num_partial,
-        kv_indices=partial_ids,
-        full_kv_num_blocks=num_full,
-        full_kv_indices=full_ids,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
+    return BlockMask.from_kv_blocks(
+        *_lists(partial & ~full),
+        *_lists(full),
         BLOCK_SIZE=(Q_BLOCK, page_size),
         mask_mod=_mask(problem, rows, pages),
+        seq_lengths=(num_rows, num_tokens),
+        compute_q_blocks=False,  # only a backward pass reads them
     )
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return, int32 [batch_size, num_pages], the column of each page of the pool in each request's page table; -1 for a page
-    that the request does not have.
-    """
+    """Return the column of each page in each request's page table, int32 [batch_size, num_pages]; -1 for a foreign page."""
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)
@@ -189,17 +166,13 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two of `BlockMask`'s tensors for bool [entries, 1, blocks, pages]: how many pages of each block are True, and all
-    page ids, those of True pages first.
-    """
+    """Return, for each row of `seen`, how many items are True, and the indices of all items, those of True items first."""
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the mask function of `BlockMask`. It takes (batch entry, head, row of the entry, index of the token in the pool),
-    and returns True if the row sees the token.
-    """
+    """Return `BlockMask`'s mask function: True if a row of a batch entry sees the token at an index of the pool."""
     page_size = problem.page_size
 
     def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,8 @@ import torch
 from lab.calls import AttentionCall, PagedAttention
 from lab.gpus import Capability
 from lab.kernels.flashinfer_call import Ready, capability_for, entries, refuse_planning_in_capture
-from lab.kernels.support import Kernel, Problem, refuse_unsupported
+from lab.kernels.support import Kernel, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
-
-Plan = Callable[[Any, Any, str], Ready]  # takes a call, its checked arguments and a backend
 
 
 class PlannedWrapper:
@@ -23,10 +21,17 @@ class PlannedWrapper:
     once (`lab.kernels.PlannedOnce`). Lengths, numbers of rows, page ids and masks must not change after it.
     """
 
-    def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
+    def __init__(
+        self, module: str, call_types: Iterable[type[Any]], plan: Callable[[Any, Any, str], Ready], backend: str = ""
+    ) -> None:
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call. Return a function that runs it. `call`'s class documents shapes and errors."""
-            return plan(call, problem, backend)
+            """Check and plan a call. Return a function that runs it. The class of `call` documents shapes and errors."""
+            device = problem.query.device
+            chosen = backend or fa_backend(capability_for(device))
+            kernel = BY_BACKEND[problem.call][chosen]
+            refuse_unsupported(kernel, problem)
+            refuse_planning_in_capture(kernel.name, device)
+            return plan(call, problem, chosen)
 
         self.__name__ = f"{module}:{backend}" if backend else module
         self._backend = backend
@@ -39,12 +44,9 @@ class PlannedWrapper:
 
 
 def live_pages(problem: PagedAttention) -> tuple[torch.Tensor, ...]:
-    """Return what FlashInfer's wrappers plan from, int32: the number of keys of each request, where the page ids of each
-    request begin in the list of all page ids, this list (on the device), and the number of tokens in the last page of each
-    request.
-
-    A request without pages has `page_size` tokens in its last page, so that FlashInfer's (pages - 1) * page_size +
-    last_page_len is 0.
+    """Return what FlashInfer's wrappers plan from, int32: the number of keys of each request, where each request begins in the
+    list of page ids, this list (on the device), and the number of tokens in the last page of each request: for a request
+    without pages `page_size`, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
@@ -52,12 +54,3 @@ def live_pages(problem: PagedAttention) -> tuple[torch.Tensor, ...]:
     last_page_len = [(kv_len - 1) % problem.page_size + 1 for kv_len in kv_lens]
     on_host = partial(torch.tensor, dtype=torch.int32)
     return on_host(kv_lens), on_host([0, *itertools.accumulate(counts)]), torch.cat(live), on_host(last_page_len)
-
-
-def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return `backend`, for "" the GPU's default. Raise NotImplementedError unless it supports the call and may plan it."""
-    device = problem.query.device
-    backend = backend or fa_backend(capability_for(device))
-    refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
-    refuse_planning_in_capture(wrapper, device)
-    return backend

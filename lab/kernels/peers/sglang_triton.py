@@ -16,11 +16,9 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
-from lab.gpus import Capability, capability_of
-from lab.kernels.flashinfer_call import PreparedCall, entries
-from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import Kernel
-from lab.kernels.support.packages import SGLANG_TRITON
+from lab.gpus import capability_of
+from lab.kernels.flashinfer_call import PreparedCall, entries, installed_function
+from lab.kernels.support.peers import SGLANG_TRITON
 from lab.kernels.support.stored_cache import token_list
 
 WRITTEN_FOR = "0.5.23"
@@ -31,16 +29,11 @@ MOST_SPLITS = 8  # --triton-attention-num-kv-splits
 SCHEDULED_REQUESTS = 256  # smallest MAX_NUM_SEQ in `TritonAttnBackend.get_num_kv_splits`
 
 
-def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    return SGLANG_TRITON
-
-
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Plan a decode or context call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
-    `workspace_buffer` is not used.
-
     Raises NotImplementedError with the reason if the kernels do not support the call (`lab.kernels.support.why_not`), if a CUDA
-    graph is being captured, or if a row sees no key. Raises TypeError if the installed function takes other arguments.
+    graph is being captured, or if a row sees no key; TypeError if the installed function takes other arguments.
+    `workspace_buffer` is not used.
     """
     out, _ = problem.results()
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
@@ -68,18 +61,32 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
         "sinks": problem.sinks,
     }
     if problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1:
-        name, more = DECODE, _decode_arguments(problem, counts)
+        name = DECODE
+        arguments |= _decode_arguments(problem, counts)
     else:
-        name, more = EXTEND, _extend_arguments(problem, q_lens, starts, counts, shown)
-    arguments |= more
+        name = EXTEND
+        on_device = partial(torch.tensor, dtype=torch.int32, device=problem.query.device)
+        prefixes = [count - rows for count, rows in zip(counts, q_lens, strict=True)]
+        arguments |= {
+            "qo_indptr": on_device(offsets),
+            "prefix_lens": on_device(prefixes),
+            "max_len_extend": problem.max_q_len,
+            "is_causal": problem.causal,
+            "sliding_window_size": problem.window_left,
+            "window_start_pos": on_device(starts),
+        }
+        if shown is not None:
+            sizes = [rows * count for rows, count in zip(q_lens, counts, strict=True)]
+            pairs = zip(shown, prefixes, strict=True)  # every row sees all keys before the draft
+            masks = [torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten() for draft, prefix in pairs]
+            mask_indptr = torch.tensor([0, *itertools.accumulate(sizes)], device=problem.query.device)
+            arguments |= {"custom_mask": torch.cat(masks), "mask_indptr": mask_indptr}
     attention = installed_function(__name__, name, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if at least one query row sees no key, under the draft mask `shown`, bool [batch_size, q_len, q_len], and the
-    window.
-    """
+    """Return True if a row sees no key. `shown` is the draft mask, bool [batch_size, q_len, q_len]."""
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
     row = torch.arange(q_len, device=shown.device)
@@ -92,36 +99,21 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 def _token_lists(
     problem: PagedAttention, starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each request's tokens begin in a list of tokens, int32 [batch_size + 1], and the list, int64: the index in
-    the pool of `counts[i]` tokens of request i, from position `starts[i]` on.
+    """Return where each request's tokens begin in a list, int32 [batch_size + 1], and the list: the index of each token in the
+    pool, int64. Request i has `counts[i]` tokens, from position `starts[i]` on.
     """
     device, page_size = problem.query.device, problem.page_size
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
-    requests = torch.repeat_interleave(
-        torch.arange(len(counts), device=device), torch.tensor(counts, device=device), output_size=sum(counts)
-    )
-    positions = (
-        torch.arange(sum(counts), device=device) - indptr[requests] + torch.tensor(starts, device=device)[requests]
-    )
+    on_device = partial(torch.tensor, device=device)
+    requests = torch.arange(len(counts), device=device).repeat_interleave(on_device(counts), output_size=sum(counts))
+    positions = torch.arange(sum(counts), device=device) - indptr[requests] + on_device(starts)[requests]
     pages = problem.k_block_tables[requests, positions // page_size].to(torch.int64)
     return indptr, pages * page_size + positions % page_size
 
 
 def _decode_arguments(problem: PagedAttention, counts: Sequence[int]) -> dict[str, Any]:
-    capability = capability_of(problem.query.device)
-    shape = (problem.batch_size, problem.num_qo_heads, MOST_SPLITS)
-    new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
-    return {
-        "attn_logits": new((*shape, problem.v_head_dim)),
-        "attn_lse": new(shape),
-        "num_kv_splits": _num_splits(problem, counts),
-        "max_kv_splits": MOST_SPLITS,
-        "use_pdl": capability is not None and capability[0] >= 9,
-    }
-
-
-def _num_splits(problem: PagedAttention, counts: Sequence[int]) -> torch.Tensor:
     device, batch_size = problem.query.device, problem.batch_size
+    capability = capability_of(device)
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
         kernel: Any = installed_function(__name__, NUM_SPLITS, WRITTEN_FOR)
@@ -136,35 +128,14 @@ def _num_splits(problem: PagedAttention, counts: Sequence[int]) -> torch.Tensor:
             torch.cuda.get_device_properties(device).multi_processor_count,
             MAX_NUM_SEQ=max(SCHEDULED_REQUESTS, 1 << (batch_size - 1).bit_length()),
         )
-    return splits
-
-
-def _extend_arguments(
-    problem: PagedAttention,
-    q_lens: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    shown: torch.Tensor | None,
-) -> dict[str, Any]:
-    on_device = partial(torch.tensor, dtype=torch.int32, device=problem.query.device)
-    prefixes = [count - rows for count, rows in zip(counts, q_lens, strict=True)]
-    arguments = {
-        "qo_indptr": on_device(problem.row_offsets()),
-        "prefix_lens": on_device(prefixes),
-        "max_len_extend": problem.max_q_len,
-        "is_causal": problem.causal,
-        "sliding_window_size": problem.window_left,
-        "window_start_pos": on_device(starts),
+    shape = (batch_size, problem.num_qo_heads, MOST_SPLITS)
+    return {
+        "attn_logits": torch.empty((*shape, problem.v_head_dim), dtype=torch.float32, device=device),
+        "attn_lse": torch.empty(shape, dtype=torch.float32, device=device),
+        "num_kv_splits": splits,
+        "max_kv_splits": MOST_SPLITS,
+        "use_pdl": capability is not None and capability[0] >= 9,
     }
-    if shown is not None:
-        sizes = [rows * count for rows, count in zip(q_lens, counts, strict=True)]
-        pairs = zip(shown, prefixes, strict=True)  # every row sees all keys before the draft
-        masks = [torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten() for draft, prefix in pairs]
-        arguments |= {
-            "custom_mask": torch.cat(masks),
-            "mask_indptr": torch.tensor([0, *itertools.accumulate(sizes)], device=problem.query.device),
-        }
-    return arguments
 
 
 plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(

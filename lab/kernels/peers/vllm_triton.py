@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 from lab.calls import ContextCall, DecodeCall
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention
-from lab.gpus import Capability
-from lab.kernels.flashinfer_call import PreparedCall, entries
-from lab.kernels.peers.installed import installed_function
-from lab.kernels.support import Kernel
-from lab.kernels.support.packages import VLLM_TRITON
+from lab.calls.problem import E4M3, PagedAttention
+from lab.kernels.flashinfer_call import PreparedCall, entries, installed_function
+from lab.kernels.support.peers import VLLM_TRITON
 
 WRITTEN_FOR = "0.33.0"
 UNIFIED = "vllm.v1.attention.ops.triton_unified_attention.unified_attention"
@@ -27,13 +24,8 @@ LEAST_GRID = 128
 MOST_ROWS_OF_SEGMENTS = 8
 
 
-def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    return VLLM_TRITON
-
-
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
     """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
-
     Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`),
     TypeError if the installed function takes other arguments. `workspace_buffer` is not used.
     """
@@ -45,7 +37,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Prepare
     number = partial(torch.full, (1,), dtype=torch.float32, device=problem.query.device)
     quantised = problem.kv_dtype == E4M3
     mode: Any = installed_function(__name__, QUANT_MODE, WRITTEN_FOR)
-    arguments = _segments(problem) | {
+    arguments: dict[str, Any] = {
         "q": problem.query,
         "k": problem.k_cache.transpose(1, 2),
         "v": problem.v_cache.transpose(1, 2),
@@ -66,24 +58,20 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Prepare
         "sinks": problem.sinks,
         "kv_quant_mode": mode.FP8_PER_TENSOR if quantised else mode.NONE,
     }
+    threshold = LEAST_GRID // problem.num_kv_heads
+    if problem.max_q_len <= MOST_ROWS_OF_SEGMENTS and problem.batch_size <= threshold:
+        shape = (problem.num_rows, problem.num_qo_heads, SEGMENTS)
+        head_dim = 1 << (problem.head_dim - 1).bit_length()
+        new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
+        arguments |= {
+            "seq_threshold_3D": threshold,
+            "num_par_softmax_segments": SEGMENTS,
+            "softmax_segm_output": new((*shape, head_dim)),
+            "softmax_segm_max": new(shape),
+            "softmax_segm_expsum": new(shape),
+        }
     attention = installed_function(__name__, UNIFIED, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
-
-
-def _segments(problem: PagedAttention) -> dict[str, Any]:
-    threshold = LEAST_GRID // problem.num_kv_heads
-    if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
-        return {}
-    shape = (problem.num_rows, problem.num_qo_heads, SEGMENTS)
-    head_dim = 1 << (problem.head_dim - 1).bit_length()
-    new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
-    return {
-        "seq_threshold_3D": threshold,
-        "num_par_softmax_segments": SEGMENTS,
-        "softmax_segm_output": new((*shape, head_dim)),
-        "softmax_segm_max": new(shape),
-        "softmax_segm_expsum": new(shape),
-    }
 
 
 prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(

@@ -8,34 +8,15 @@ from lab.extras import require
 
 require("lab.kernels.portable", "triton")
 
-from lab.kernels.portable.dsv4_decode import (
-    prepare_trtllm_batch_decode_sparse_mla_dsv4,
-    trtllm_batch_decode_sparse_mla_dsv4,
-)
-from lab.kernels.portable.mla_decode import (
-    prepare_trtllm_batch_decode_with_kv_cache_mla,
-    trtllm_batch_decode_with_kv_cache_mla,
-)
-from lab.kernels.portable.paged import (
-    prepare_trtllm_batch_context_with_kv_cache,
-    prepare_trtllm_batch_decode_with_kv_cache,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-)
-from lab.kernels.portable.ragged_context import (
-    prepare_trtllm_ragged_attention_deepseek,
-    trtllm_ragged_attention_deepseek,
-)
+from lab.kernels.portable import mla_decode, paged, ragged_context
 
-__all__ = [
-    "prepare_trtllm_batch_context_with_kv_cache",
-    "prepare_trtllm_batch_decode_sparse_mla_dsv4",
-    "prepare_trtllm_batch_decode_with_kv_cache",
-    "prepare_trtllm_batch_decode_with_kv_cache_mla",
-    "prepare_trtllm_ragged_attention_deepseek",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_sparse_mla_dsv4",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "trtllm_ragged_attention_deepseek",
-]
+prepare_trtllm_batch_context_with_kv_cache = paged.prepare_trtllm_batch_context_with_kv_cache
+prepare_trtllm_batch_decode_sparse_mla_dsv4 = mla_decode.prepare_trtllm_batch_decode_sparse_mla_dsv4
+prepare_trtllm_batch_decode_with_kv_cache = paged.prepare_trtllm_batch_decode_with_kv_cache
+prepare_trtllm_batch_decode_with_kv_cache_mla = mla_decode.prepare_trtllm_batch_decode_with_kv_cache_mla
+prepare_trtllm_ragged_attention_deepseek = ragged_context.prepare_trtllm_ragged_attention_deepseek
+trtllm_batch_context_with_kv_cache = paged.trtllm_batch_context_with_kv_cache
+trtllm_batch_decode_sparse_mla_dsv4 = mla_decode.trtllm_batch_decode_sparse_mla_dsv4
+trtllm_batch_decode_with_kv_cache = paged.trtllm_batch_decode_with_kv_cache
+trtllm_batch_decode_with_kv_cache_mla = mla_decode.trtllm_batch_decode_with_kv_cache_mla
+trtllm_ragged_attention_deepseek = ragged_context.trtllm_ragged_attention_deepseek

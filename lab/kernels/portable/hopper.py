@@ -1,6 +1,4 @@
-"""Host code of the Gluon kernels for SM90, which serve calls bound by matrix products. Gluon is imported when one of them is
-launched.
-"""
+"""Host code of the Gluon kernels for SM90, which serve calls bound by matrix products."""
 
 from typing import Any, NamedTuple
 
@@ -71,9 +69,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the paged Gluon kernel for a call. Return None if this kernel does not support the call, or if the
-    Triton kernel is faster.
-    """
+    """Return the paged Gluon kernel's tiles; None if it does not support the call or the Triton kernel is faster."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
@@ -85,9 +81,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel for a call. Return None if this kernel does not support the call, or if the Triton
-    kernel is faster.
-    """
+    """Return the tile of MLA's Gluon kernel; None if it does not support the call or the Triton kernel is faster."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None
@@ -111,11 +105,7 @@ def _fits(
 
 
 def hopper_launches(
-    problem: PagedAttention,
-    results: Results,
-    tile: HopperTile,
-    shares: Shares | None,
-    least_q_len: int | None = None,
+    problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares | None, least_q_len: int | None
 ) -> list[TritonLaunch]:
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
@@ -201,7 +191,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. TMA copies one box at a time: BOX_BYTES of each key of a tile, within one page."""
+    """Return the TMA descriptor of a pool. One copy has BOX_BYTES of each key of a tile, within one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -78,9 +78,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """The circular buffers of K and V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots,
-    [stages, 1]: full when a tile has arrived, empty when it has been read.
-    """
+    """Buffers for K and V tiles in shared memory, [stages, keys, head_dim], and two barriers of each slot, [stages, 1]."""
 
     k: Any
     v: Any
@@ -287,10 +285,8 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Write an e4m3 tile in float16 to `converted`. `barriers` is (full, empty) of the e4m3 buffer, then (full, empty) of the
-    float16 buffer.
-
-    A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
+    """Write an e4m3 tile in float16 to `converted`. `barriers` is (full, empty) of the e4m3 buffer, then of the float16 buffer.
+    A warp loads half a tile before it writes, so that it waits for shared memory only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

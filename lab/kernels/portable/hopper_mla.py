@@ -63,9 +63,7 @@ SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # the matrix products of a tile'
 
 
 class Columns(NamedTuple):
-    """Shared memory for queries or for tiles of cache entries: the left and the right half of the latent columns, and the
-    rotary columns.
-    """
+    """Shared memory for queries or cache entries: the left and right half of the latent columns, and the rotary columns."""
 
     left: Any
     right: Any
@@ -73,9 +71,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory for tiles of cache entries, and the barriers of each slot, [stages, 1]. The barriers of the left
-    columns are also those of the rotary columns.
-    """
+    """Shared memory for tiles of cache entries, and its barriers. Left and rotary columns have common barriers."""
 
     tiles: Any
     left_full: Any
@@ -85,9 +81,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory by which one consumer warp group sends softmax weights, [rows, keys], and factors of earlier sums, [2,
-    rows], to the other.
-    """
+    """Shared memory through which softmax weights, [rows, keys], and factors of earlier sums, [2, rows], are sent."""
 
     weights: Any
     factors: Any

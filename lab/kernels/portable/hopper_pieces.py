@@ -28,9 +28,7 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """A piece of a program's work: key tiles `first_tile` to `end_tile` - 1, of the `num_tiles` tiles of a request and K/V
-    head, for the block of query rows with index `q_block`.
-    """
+    """Key tiles `first_tile` to `end_tile` - 1 of a request and K/V head, and the block of query rows that sees them."""
 
     request: Any
     kv_head: Any
@@ -146,10 +144,9 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if it must be masked.
-
-    A box that would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). Its first n
-    columns are then zeros or keys of an earlier box: they are NO_KEY.
+    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if it must be masked. A TMA box that
+    would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). Its first n columns are then
+    zeros or keys of an earlier box: they are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -261,10 +258,8 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return the sums of each row's weights in the four threads that hold the row, float32 [rows, 4]. No shuffle between
-    threads is needed.
-
-    Each of these threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`).
+    """Return the sums of each row's weights in the four threads that hold the row, float32 [rows, 4]. Each of these threads
+    holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`), so that no shuffle is needed.
     """
     by_thread = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_thread, 3), 1)
@@ -297,9 +292,7 @@ def store_piece(
     TILE: gl.constexpr,  # `HopperTile`
 ):
     """Write the result of one consumer warp group for one `Piece`: output rows if the piece has all visible keys of the
-    request, else a partial result.
-
-    If two consumers write different elements of the same rows, both write the LSE, with equal values.
+    request, else a partial result. Two consumers with different elements of the same rows both write the LSE.
     """
     kv_head, num_kv_heads = heads
     sinks, scales, results, partials = terms

@@ -21,8 +21,7 @@ from lab.calls import made_at_once
 from lab.calls.arguments import RESULTS
 from lab.kernels.portable.triton_call import TritonCall
 
-# Largest number of cached calls per function: the layers of a model, whose scales may differ, times a few batches.
-MOST_KEPT = 512
+MOST_KEPT = 512  # cached calls per function: the layers of a model, whose scales may differ, times a few batches
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 MOST_POSITIONAL = 7  # arguments before `out` and `lse` in every function
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -32,16 +31,12 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no cache key, or a launch uses memory that is neither an argument of the call nor
-    allocated by it.
-    """
+    """A call cannot be cached: it has no cache key, or a launch uses memory that the call neither gets nor allocates."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return `made_at_once(prepare)`, a function that prepares and runs a call and returns its results, with a cache of
-    prepared calls.
-
-    The returned function's `cache_clear()` empties the cache. A test that changes what `prepare` chooses must call it.
+    """Return `made_at_once(prepare)`, which prepares and runs a call, with a cache of prepared calls. Its `cache_clear()`
+    empties the cache. A test that changes what `prepare` chooses must call it.
     """
 
     @functools.lru_cache(maxsize=MOST_KEPT)
@@ -71,9 +66,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
-    """Raise NotKeptError if `out` or `lse` has the storage of another argument: the two may overlap, which the cache key does
-    not show.
-    """
+    """Raise NotKeptError if `out` or `lse` shares the storage of another argument, which the cache key does not show."""
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
     if results := [kwargs[name] for name in RESULTS if isinstance(kwargs.get(name), torch.Tensor)]:
@@ -83,9 +76,7 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's cache key that describes one argument, and append the argument's tensors to `given`. Raise
-    NotKeptError if the argument makes the call unfit for the cache.
-    """
+    """Return one argument's part of the cache key, and append its tensors to `given`. Raise NotKeptError if it has none."""
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)
@@ -100,9 +91,8 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
     """Return a function that takes the tensors of a later call with the same cache key and repeats the launches of `call` with
-    them. Return None if the later call may need other launches.
-
-    `given` are the tensors with which `call` has run. The returned function keeps no tensor alive.
+    them; None if that call may need other launches. `given` are the tensors with which `call` has run. The function keeps no
+    tensor alive.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

@@ -38,8 +38,7 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
 # Lengths that a program reads at a time to find its share, one per thread of 4 warps: the largest small batch.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
-# The same in a batch of at most this many requests: one per thread of one warp, so that no warp waits for another.
-WARP_REQUESTS: tl.constexpr = tl.constexpr(32)
+WARP_REQUESTS: tl.constexpr = tl.constexpr(32)  # the same in a smaller batch: one per thread of one warp
 # A unit of a small batch is cut into more parts than this only if each part has at least twice `least_places`.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed the equal division, if units are then not cut, or cut into equal parts. A cut costs time: a
@@ -47,8 +46,7 @@ FEW_PARTS: tl.constexpr = tl.constexpr(4)
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
 # Further such keys for each row of a tile: its float32 partial result has the bytes of two keys and values of 16 bits.
 CUT_KEYS_OF_ROW: tl.constexpr = tl.constexpr(2)
-# The reach without a window: the largest int32.
-NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
+NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)  # the reach without a window: the largest int32
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return `Shares` for as many programs as the GPU runs at a time; one program on a CPU. A program reads at least
-    `least_keys` keys.
-    """
+    """Divide keys among as many programs as the GPU runs at a time, each with at least `least_keys` keys; on a CPU one."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -148,7 +144,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return where the work of program `share` begins: (its first place, its end, number of places of each program, request of
-    the first place, first place of this request). A place is a key tile, or empty, and is numbered over the whole batch.
+    the first place, first place of this request). A place is a key tile, or empty, numbered over the batch.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -159,7 +155,6 @@ def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the same as `begin_share`, but without the empty places with which the program's work may begin."""
     START_PLACES: tl.constexpr = TILE.start_keys // TILE.keys
     seq_lens, batch_size, reach, _, _, _ = batch
     place, end, share_places, request, request_begin = begin_share(share, batch, num_shares, least_places, TILE)
@@ -171,9 +166,8 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Divide each K/V head of each request into equal parts, one per program. Return the five values of `begin_at_tile`, the
-    number of this program's part, and the number of places of a K/V head. If lengths differ too much, divide as `begin_at_tile`
-    does, and return 0 as the last value.
+    """Divide the keys of each request and K/V head of a small batch into equal parts, one for each program, unless lengths
+    differ too much.
 
     Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every part
     has the same time to begin and end. The request and the part follow from the program's number while the lengths are read.

@@ -31,8 +31,7 @@ from lab.kernels.portable.partial_results import (
 from lab.kernels.portable.rows import block_at, most_blocks, request_rows
 from lab.kernels.portable.triton_call import TritonLaunch
 
-# Elements of partial results that a program of the merge launch reads at a time.
-MERGED_AT_A_TIME = 2048
+MERGED_AT_A_TIME = 2048  # elements of partial results that a program of the merge launch reads at a time
 MERGE_WARPS = 4
 # Largest number of rows of such a program, and number of programs that fill a GPU: eight on each of 132 multiprocessors.
 MOST_MERGED_ROWS = 16
@@ -40,8 +39,7 @@ MERGE_PROGRAMS = 1024
 # Largest number of idle programs per program with rows, in a grid over all possible rows. Above it, each program searches for
 # its rows, which takes several times as long as an idle program.
 MOST_IDLE = 4
-# Elements of pieces that the last program of a unit reads at a time, 128 per thread.
-ELEMENTS_AT_ONCE = 16384
+ELEMENTS_AT_ONCE = 16384  # of pieces that the last program of a unit reads at a time, 128 per thread
 
 
 def with_merge(
@@ -91,10 +89,9 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes).
-
-    A call with few rows has many partial results of each row, which several groups of threads (lanes) divide. In a call with
-    many rows, a program computes several rows, with 4 or 16 elements per thread.
+    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes). The many partial results of a
+    call with few rows are divided among groups of threads (lanes). In a call with many rows a program has several rows, with 4
+    or 16 elements per thread.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -106,9 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return two powers of 2 for `merge_if_last`: one that is at least the number of rows of a request and K/V head, and the
-    number of partial results that are read at a time.
-    """
+    """Return two powers of 2: at least the rows of a request and K/V head, and how many partial results are read at once."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -222,7 +217,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Do the same as `merged`, with the partial results divided among LANES groups of threads."""
+    """Return the softmax state of merged partial results. LANES groups of threads divide the partial results."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

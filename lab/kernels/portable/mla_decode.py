@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode call in Triton, for any GPU that Triton compiles for and its CPU interpreter.
+"""FlashInfer's MLA decode calls in Triton, for any GPU that Triton compiles for and its CPU interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once: each tile of entries
 is loaded once, for the packed rows of a request and all heads. The keys of the batch are divided equally among programs
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.calls import takes
+from lab.calls import DSV4DecodeCall, takes
 from lab.calls.dsv4_decode import TwoPools
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
@@ -57,7 +57,7 @@ from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch, prepared
 from lab.kernels.support import Kernel
-from lab.kernels.support.portable import PORTABLE_MLA
+from lab.kernels.support.portable import PORTABLE_DSV4, PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
 # Smallest number of keys of a program: it reads 147 kB of bf16 entries, and its partial result of 16 rows and 512 float32
@@ -84,10 +84,19 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
-def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
-    """Return a prepared MLA call. With `reads_rows`, the preparation has read `cum_seq_lens_q` on the host, and the call is not
-    cached.
+@takes(DSV4DecodeCall)
+def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
+    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors, and
+    `prepare_trtllm_batch_decode_with_kv_cache_mla` the rest.
     """
+    return prepared_mla(PORTABLE_DSV4, call)
+
+
+trtllm_batch_decode_sparse_mla_dsv4 = kept_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
+
+
+def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:
+    """Return a prepared MLA call. `reads_rows`: the host has read `cum_seq_lens_q`, so that the call must not be cached."""
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -104,7 +113,6 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     """Return the dtype of the products' operands: bf16 for a bf16 query in tiles of 64 rows, else the result of `dot_dtype`.
-
     Triton keeps a converted query in registers, and the sums of 64 rows leave too few registers
     (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
     """
@@ -149,9 +157,7 @@ def mla_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch
 def _attention_launches(
     problem: PagedAttention, results: Results, window: tuple[Any, ...] | None = None
 ) -> list[TritonLaunch]:
-    """Return the attention launch and, if programs divide keys, a merge launch. `window` is DeepSeek-V4's second pool, an
-    argument of `_mla_kernel`.
-    """
+    """Return the launch of attention and, if programs divide the keys, of a merge. `window` is DeepSeek-V4's second pool."""
     device = problem.query.device
     is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads

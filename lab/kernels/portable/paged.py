@@ -61,10 +61,8 @@ SMALL_SHARE_KEYS = 128
 # The number of partial results is estimated as if all requests had `max_kv_len` keys.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
-# Largest `num_lengths` of a launch without shares: the largest size of the grid's third axis.
-MOST_LENGTHS = 65_535
-# Largest number of packed rows of a request of the first kind. Such calls are bound by reading K/V (`choose_tile`).
-MOST_FEW_ROWS = 64
+MOST_LENGTHS = 65_535  # largest `num_lengths` of a launch without shares: the limit of the grid's third axis
+MOST_FEW_ROWS = 64  # packed rows of a request of the first kind, which is bound by reading K/V (`choose_tile`)
 
 
 @takes(DecodeCall)
@@ -106,7 +104,8 @@ def shares_of(
     """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix. If
-    `of_kind`, the launch serves only requests with at most `problem.max_q_len` query tokens, such as a mixed batch's decodes.
+    `of_kind`, the launch serves only requests with at most `problem.max_q_len` query tokens, such as the decodes of a mixed
+    batch.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
@@ -133,9 +132,7 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the program that stores the last partial result of a request and K/V head should merge their partial
-    results, False if a second launch should.
-    """
+    """Return True if the last program of a request and K/V head should merge its partial results, not a second launch."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -214,17 +211,6 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     return [attention, second_attention, *merge, *second_merge]
 
 
-def _grid(
-    problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
-) -> tuple[int, ...]:
-    if shares is not None:
-        return q_blocks, shares.count
-    if least_q_len is None:
-        lengths = num_lengths(problem)
-        return q_blocks, problem.batch_size * problem.num_kv_heads // lengths, lengths
-    return most_blocks(problem, tile.rows, least_q_len), problem.num_kv_heads
-
-
 def _launches_of(
     problem: PagedAttention,
     results: Results,
@@ -232,13 +218,18 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the attention launch for requests of `least_q_len` to `max_q_len` query tokens and, if programs divide keys, a
-    merge launch.
-    """
+    """Return the launch for requests of `least_q_len` to `max_q_len` query tokens and, if programs divide keys, a merge."""
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
     q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
+    if shares is not None:
+        grid: tuple[int, ...] = (q_blocks, shares.count)
+    elif least_q_len is None:
+        lengths = num_lengths(problem)
+        grid = (q_blocks, problem.batch_size * problem.num_kv_heads // lengths, lengths)
+    else:
+        grid = (most_blocks(problem, tile.rows, least_q_len), problem.num_kv_heads)
     pools = paired((problem.k_cache, problem.v_cache), tile)
     overlaps = overlaps_launches(problem.query.device)
     overlapped = overlaps and least_q_len is not None and least_q_len > 1
@@ -246,7 +237,7 @@ def _launches_of(
     scratch, counters = (partials[:2], partials[2:]) if partials and at_once else (partials or (), ())
     attention = TritonLaunch(
         _attention_kernel,
-        _grid(problem, q_blocks, tile, shares, least_q_len),
+        grid,
         problem.query,
         pools,
         tile_descriptor(problem.k_cache, tile, problem.head_dim),

@@ -17,8 +17,7 @@ from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.softmax import LOG2_E, log2_sum, store_rows
 from lab.kernels.portable.triton_call import new_scratch
 
-# Partial results in a group, if the last program merges (`lab.kernels.portable.merge`).
-GROUPED_PIECES: tl.constexpr = tl.constexpr(16)
+GROUPED_PIECES: tl.constexpr = tl.constexpr(16)  # partial results in a group, if the last program merges
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its LSE in base 2 or None
 
@@ -37,10 +36,8 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate scratch memory for partial results of blocks of `rows` query rows. Return None if each program reads all keys of
-    its rows.
-
-    The call owns the memory, because streams may share the caller's workspace, and trtllm-gen writes into the whole workspace.
+    """Allocate scratch memory for partial results of blocks of `rows` query rows; return None if each program reads all keys.
+    The caller's workspace is not used, because streams may share it, and trtllm-gen writes into all of it.
     """
     if shares is None or shares.count == 1:
         return None
@@ -70,7 +67,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of a program's partial result: of its two slots the first if another program began the unit."""
+    """Return the index of a program's partial result: its first slot for keys that another program began, else its second."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
@@ -121,7 +118,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return (index in the output, query head, True if it exists) of each packed row of one request and K/V head."""
+    """Return (index in the output, query head, True if the row exists) of each packed row of one request and K/V head."""
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     return (q_start + token) * (num_kv_heads * GROUP) + head, head, token < q_len

@@ -28,9 +28,7 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound of the number of blocks of query rows of one K/V head, in all requests of at least `least_q_len`
-    query tokens. The host does not know how many tokens each request has.
-    """
+    """Return an upper bound of a K/V head's blocks of query rows, in requests of at least `least_q_len` query tokens."""
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
     return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))
@@ -50,7 +48,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each request; 0 from `batch_size` on and for requests that are not served."""
+    """Return the number of query tokens of each request; 0 from `batch_size` on and for requests that this launch skips."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:

@@ -14,9 +14,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype of the operands of matrix products: float16 over an e4m3 cache, else the dtype of K and V.
-
-    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction; bf16 takes six.
+    """Return the dtype of the operands of matrix products: K/V's, or float16 over an e4m3 cache. float16 holds every e4m3
+    value, and SM89 and later convert two of them by one instruction; bf16 takes six.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 

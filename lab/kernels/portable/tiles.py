@@ -53,9 +53,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA loads tiles of `keys` keys faster than pointers do. For e4m3 it does not, because e4m3 is converted
-    after the load.
-    """
+    """Return True if TMA should load tiles of `keys` keys: not of e4m3, which is converted after the load."""
     return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
@@ -71,10 +69,8 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pools of K and V. e4m3 pools are viewed as int16, two elements in one, if that makes their conversion to
-    float16 faster: in tiles of fewer than 64 rows, whose products take K/V from registers.
-
-    One permutation of bytes then sorts four loaded elements into two registers (`halves_of_pairs`). Single bytes would be
-    masked, shifted and moved.
+    float16 faster: in tiles of fewer than 64 rows, whose products take K/V from registers. One permutation of bytes then sorts
+    four loaded elements into two registers (`halves_of_pairs`). Single bytes would be masked, shifted and moved.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:

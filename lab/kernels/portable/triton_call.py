@@ -38,33 +38,27 @@ class TritonLaunch:
     ) -> None:
         self._kernel, self._grid, self._arguments, self._named = kernel, grid, arguments, named
         self.scratch, self.counters = scratch, counters
-        self._compiled: Any = None
+        self.compiled: Any = None
         self._repeat: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         if self._repeat is not None:
             self._repeat()
-        elif self._compiled is None:  # always in the interpreter, which compiles nothing
-            self._compiled = self._kernel[self._grid](*self._arguments, **self._named)
+        elif self.compiled is None:  # always in the interpreter, which compiles nothing
+            self.compiled = self._kernel[self._grid](*self._arguments, **self._named)
         else:
             self._repeat = partial(self._bare_launch(), *_addressed(self._arguments), *self._constants())
             self._repeat()
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._compiled is not None
-
     def _bare_launch(self) -> Callable[..., object]:
-        return self._compiled[(*self._grid, 1, 1)[:3]]
+        return self.compiled[(*self._grid, 1, 1)[:3]]
 
     def _constants(self) -> list[Any]:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes a list of addresses and launches the compiled kernel with them. It keeps no tensor
-        alive.
-
-        `index_of` returns, for a tensor of this launch, the index in that list of the address that replaces the tensor.
+        """Return a function that launches the compiled kernel with addresses from a list, and keeps no tensor alive. `index_of`
+        returns the index in this list of the address that replaces a tensor.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -87,9 +81,7 @@ def _addressed(argument: Any) -> Any:
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that makes this kernel argument from a list of addresses, with `index_of` as in
-    `TritonLaunch.elsewhere`. Return None if the argument contains no tensor.
-    """
+    """Return a function that makes a kernel argument from a list of addresses; None if the argument has no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -145,7 +137,7 @@ class TritonCall:
     @property
     def launches(self) -> list[TritonLaunch] | None:
         """Return the launches of the call if a run consists of launches of compiled kernels only, else None."""
-        launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
+        launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.compiled is not None]
         return launches if len(launches) == len(self._steps) else None
 
     def __call__(self) -> Any:
@@ -164,9 +156,8 @@ def prepared(
 ) -> TritonCall:
     """Return a prepared call after checking that `kernel` supports it. A call without query rows launches nothing.
 
-    Args:
-        steps: takes the output and the LSE (or None), and returns the `steps` of `TritonCall`.
-        returned: takes the output and the LSE, and returns the result of the call; None: `problem.returned`.
+    `steps` takes the output and the LSE (or None), and returns the `steps` of `TritonCall`. `returned` takes the output and the
+    LSE, and returns the result of the call; None: `problem.returned`.
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()

@@ -33,8 +33,7 @@ from lab.kernels.serving.draft_decode_kv_indices_kernel import (
 from lab.kernels.support import refuse_without_triton
 from lab.named_enum import NamedEnum
 
-# Tokens of a block in the SERIAL schedule, as in SGLang 0.5.11.
-SERIAL_BLOCK_TOKENS = 128
+SERIAL_BLOCK_TOKENS = 128  # of a block in the SERIAL schedule, as in SGLang 0.5.11
 # Tokens of a block in the other two schedules, as in SGLang 0.5.23. With SPREAD each of 128 threads stores 16 bytes of int32.
 # This number and MAX_SPREAD_PROGRAMS were measured: results/nvidia-h200/kernels.md, "Metadata kernels".
 BLOCK_TOKENS = 512
@@ -45,8 +44,7 @@ MAX_TOKEN_BLOCKS = 32
 # as many as an H200 runs at a time. With more, programs of short requests have nothing to copy. With fewer, programs of long
 # requests copy many blocks one after another.
 MAX_SPREAD_PROGRAMS = 6144
-# Requests whose lengths a program sums at a time.
-BLOCK_REQUESTS = 256
+BLOCK_REQUESTS = 256  # requests whose lengths a program sums at a time
 
 
 class Schedule(NamedEnum):

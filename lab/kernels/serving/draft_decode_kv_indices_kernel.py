@@ -48,10 +48,8 @@ def _spread_kernel(
     v2p,  # None: slots are not virtual
     FORM: tl.constexpr,  # `ListsForm`
 ):
-    """Write the K/V lists of all requests, and their boundaries in kv_indptr.
-
-    Row 0 of the grid writes kv_indptr, and row 1 + i writes the lists of request i. Each of n programs in a row copies every
-    n-th block of the request's prefix tokens.
+    """Write the K/V lists of all requests, and their boundaries in kv_indptr. Row 0 of the grid writes kv_indptr, and row 1 + i
+    writes the lists of request i. Each of n programs in a row copies every n-th block of the request's prefix tokens.
     """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     share = tl.program_id(0)
@@ -102,7 +100,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the K/V list of one (step, request, branch), or a part of it if FORM.by_token_blocks, and its end."""
+    """Write the K/V list of one (step, request, branch) and its end. FORM.by_token_blocks: several programs divide the list."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -173,10 +171,8 @@ def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
 @triton.jit
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
     """Copy the K/V slots of one block of prefix tokens, from token `start` on, into the list that begins at index `list_start`
-    of a row of kv_indices.
-
-    The block is shifted back so that its stores are aligned. A whole block is stored without a mask, because masked stores
-    would be narrower than 16 bytes.
+    of a row of kv_indices. The block is shifted back so that its stores are aligned. A whole block is stored without a mask,
+    because masked stores would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)

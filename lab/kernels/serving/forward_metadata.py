@@ -23,13 +23,11 @@ from lab.calls.entry import made_at_once
 from lab.kernels.serving.arguments import CUMULATIVE_ROWS, INDEX_DTYPES, PRESET_ROWS, check_matrix
 from lab.kernels.support import refuse_without_triton
 
-# Columns of a page table, or write locations, that a program writes at a time.
-BLOCK_COLUMNS = 256
+BLOCK_COLUMNS = 256  # columns of a page table, or write locations, that a program writes at a time
 # Largest number of programs that write page tables, before it is rounded up to a multiple of the requests
 # (results/nvidia-h200/kernels.md, "Metadata kernels").
 MAX_PROGRAMS = 512
-# Requests whose lengths a program sums at a time.
-BLOCK_REQUESTS = 256
+BLOCK_REQUESTS = 256  # requests whose lengths a program sums at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +114,13 @@ def prepare_write_forward_metadata(
     if num_requests == 0:
         return functools.partial(_write_empty_batch, passes)
     launch = _bind_kernel(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa, v2p)
-    return functools.partial(_launch_on_device_of, seq_lens, launch, tuple(passes))
+
+    # The kernel has only the addresses of the buffers: the default argument keeps the buffers alive.
+    def write(_buffers: Sequence[PassBuffers] = tuple(passes)) -> None:
+        with torch.cuda.device_of(seq_lens):  # Triton launches on the current device
+            launch()
+
+    return write
 
 
 write_forward_metadata = made_at_once(prepare_write_forward_metadata)
@@ -136,8 +140,9 @@ def _bind_kernel(
     num_requests = seq_lens.numel()
     tables, table_offsets = _distinct_tables([(each.page_table, each.seq_len_offset) for each in passes])
     swa_tables, swa_table_offsets = _distinct_tables([(each.swa_page_table, each.seq_len_offset) for each in passes])
-    with_locations = [each for each in passes if each.swa_out_cache_loc is not None]
-    programs_per_row, location_rows = _grid(num_requests, tables + swa_tables, with_locations)
+    full_locations = [each.out_cache_loc for each in passes if each.out_cache_loc is not None]
+    swa_locations = [each.swa_out_cache_loc for each in passes if each.swa_out_cache_loc is not None]
+    programs_per_row, location_rows = _grid(num_requests, tables + swa_tables, swa_locations)
     query_lens = [each.query_rows if isinstance(each.query_rows, Tensor) else None for each in passes]
     return functools.partial(
         _metadata_kernel[(programs_per_row, num_requests + 1 + location_rows)],
@@ -150,18 +155,18 @@ def _bind_kernel(
         req_to_token.shape[1],
         req_to_token.stride(0),
         (
-            _encode_addresses([each.cache_seqlens for each in passes]),
-            _encode_addresses([each.cu_seqlens_k for each in passes]),
-            _encode_addresses([each.cu_seqlens_q for each in passes]),
-            _encode_addresses(query_lens),
+            _encode([each.cache_seqlens for each in passes]),
+            _encode([each.cu_seqlens_k for each in passes]),
+            _encode([each.cu_seqlens_q for each in passes]),
+            _encode(query_lens),
         ),
         _encode_tables(tables),
         _encode_tables(swa_tables),
         (
-            _encode_addresses([each.out_cache_loc for each in with_locations]),
-            _encode_numbers([_num_locations(each.out_cache_loc) for each in with_locations]),
-            _encode_addresses([each.swa_out_cache_loc for each in with_locations]),
-            _encode_numbers([_num_locations(each.swa_out_cache_loc) for each in with_locations]),
+            _encode(full_locations),
+            _encode([len(each) for each in full_locations]),
+            _encode(swa_locations),
+            _encode([len(each) for each in swa_locations]),
         ),
         OFFSETS=tuple(each.seq_len_offset for each in passes),
         QUERY_ROWS=tuple(_query_rows_constant(each) for each in passes),
@@ -172,11 +177,6 @@ def _bind_kernel(
         BLOCK_COLUMNS=BLOCK_COLUMNS,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
     )
-
-
-def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    with torch.cuda.device_of(tensor):  # Triton launches on the current device
-        launch()
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
@@ -193,32 +193,21 @@ def _query_rows_constant(buffers: PassBuffers) -> int:
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
 
 
-def _num_locations(locations: Tensor | None) -> int:
-    return 0 if locations is None else locations.shape[0]
-
-
-def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """Return 2 n + 3 for each number n >= 0, so that Triton does not compile the kernel again for the value 1 or multiples of
-    16. The kernel decodes the numbers (`_number`).
-
-    Triton's option `do_not_specialize` does not apply to numbers inside a tuple.
+def _encode(values: Sequence[Tensor | int | None]) -> tuple[int | None, ...]:
+    """Return 2 n + 3 for each number or tensor address n, so that Triton does not compile the kernel again for the value 1 or
+    multiples of 16: its option `do_not_specialize` does not apply inside a tuple. The kernel decodes (`_number`).
     """
-    return tuple(2 * value + 3 for value in values)
+    numbers = [each.data_ptr() if isinstance(each, Tensor) else each for each in values]
+    return tuple(None if each is None else 2 * each + 3 for each in numbers)
 
 
-def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
-
-
-def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
+def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], ...]:
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
-    return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
+    return _encode(tables), _encode(widths), _encode(strides)
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return the distinct page tables, and the largest seq_len_offset of the passes that use each table. `tables` has (page
-    table or None, seq_len_offset) of each pass.
-    """
+    """Return the distinct tables of (page table or None, seq_len_offset) pairs, and the largest offset of each table."""
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:
@@ -228,16 +217,14 @@ def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple
     return tuple(table for table, _ in found.values()), tuple(offset for _, offset in found.values())
 
 
-def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
-    """Return (number of programs in a row of the grid, number of grid rows for write locations).
-
-    The grid has one row for all lengths, then a row for each request's pages, then the rows for write locations.
+def _grid(num_requests: int, tables: Sequence[Tensor], swa_locations: Sequence[Tensor]) -> tuple[int, int]:
+    """Return (programs in a row of the grid, grid rows for write locations). The grid has one row for all lengths, then a row
+    for the pages of each request, then the rows for write locations.
     """
     columns = max((table.shape[1] for table in tables), default=1)
     column_blocks = -(-columns // BLOCK_COLUMNS)
     programs_per_row = max(1, min(column_blocks, -(-MAX_PROGRAMS // num_requests)))
-    locations = max((_num_locations(each.swa_out_cache_loc) for each in with_locations), default=0)
-    location_blocks = -(-locations // BLOCK_COLUMNS)
+    location_blocks = -(-max(map(len, swa_locations), default=0) // BLOCK_COLUMNS)
     return programs_per_row, -(-location_blocks // programs_per_row)
 
 
@@ -260,10 +247,6 @@ def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | N
     elif buffers.query_rows is not None:
         remedy = "it is the number of query rows of every request; pass None to leave cu_seqlens_q as it is"
         check_int("query_rows", buffers.query_rows, 1, remedy)
-    _check_locations(buffers, full_to_swa)
-
-
-def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
     for name in ("out_cache_loc", "swa_out_cache_loc"):
         tensor = getattr(buffers, name)
         if tensor is not None:
@@ -273,7 +256,9 @@ def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
         raise ValueError(
             f"out_cache_loc and swa_out_cache_loc go together, but {missing} is None: pass both or neither"
         )
-    num_full, num_swa = _num_locations(buffers.out_cache_loc), _num_locations(buffers.swa_out_cache_loc)
+    num_full, num_swa = (
+        0 if each is None else len(each) for each in (buffers.out_cache_loc, buffers.swa_out_cache_loc)
+    )
     if num_full > num_swa:
         raise ValueError(
             f"out_cache_loc has {num_full} slots, more than the {num_swa} rows of swa_out_cache_loc: allocate at least "

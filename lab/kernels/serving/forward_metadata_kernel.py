@@ -11,7 +11,7 @@ CUMULATIVE: tl.constexpr = tl.constexpr(CUMULATIVE_ROWS)
 
 # By default Triton compiles a kernel again for an integer of 1 or a multiple of 16, and for an address of a multiple of 16
 # bytes. These arguments differ from batch to batch and must not compile it again. Arguments in tuples are encoded for the same
-# reason (`_encode_numbers` of `forward_metadata`).
+# reason (`_encode` of `forward_metadata`).
 _VARYING = ["num_requests", "row_width", "row_stride"]
 _UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa", "v2p"]
 
@@ -85,7 +85,7 @@ def _metadata_kernel(
 
 @triton.jit
 def _number(passed):
-    """Decode a number n that was passed as 2 n + 3 (`_encode_numbers`)."""
+    """Decode a number n that was passed as 2 n + 3 (`_encode`)."""
     return (passed - 3) >> 1
 
 

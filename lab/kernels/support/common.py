@@ -3,7 +3,6 @@
 A function that checks a limit returns an error sentence without the kernel's name, or None if the kernel supports the call.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,35 +44,28 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 )
 
 
-def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    past = tensor.data_ptr() % load_bytes
-    if past:
-        return (
-            f"loads {load_bytes} bytes at a time: {name} must begin at a multiple of them, not {past} bytes after one"
-        )
+def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
+    """Return an error sentence unless the address and, if `strides`, all strides but the last of each tensor are multiples of
+    the bytes that a kernel loads at a time. A side is (name, tensor or None, bytes), by default 16 bytes.
+    """
+    for name, tensor, *given in sides:
+        if tensor is None:
+            continue
+        load_bytes = given[0] if given else LOAD_BYTES
+        rule, past = f"loads {load_bytes} bytes at a time:", tensor.data_ptr() % load_bytes
+        if past:
+            return f"{rule} {name} must begin at a multiple of them, not {past} bytes after one"
+        for stride in tensor.stride()[:-1] if strides else ():
+            if stride * tensor.element_size() % load_bytes:
+                stride_bytes = stride * tensor.element_size()
+                return f"{rule} the strides of {name} must be multiples of them, not {stride_bytes} bytes"
     return None
-
-
-def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return an error sentence unless a tensor's address and strides, except the last, are multiples of `load_bytes`."""
-    for stride in tensor.stride()[:-1]:
-        if stride * tensor.element_size() % load_bytes:
-            return misplaced(name, tensor, load_bytes) or (
-                f"loads {load_bytes} bytes at a time: the strides of {name} must be multiples of them, "
-                f"not {stride * tensor.element_size()} bytes"
-            )
-    return misplaced(name, tensor, load_bytes)
-
-
-def first_misaligned(sides: Iterable[tuple[Any, ...]]) -> str | None:
-    """Call `misaligned` with the arguments in each item of `sides`. Return the first error sentence, or None."""
-    return next((words for side in sides if (words := misaligned(*side)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
     """Return an error sentence unless query, K, V (address and strides) and `out` (address) are aligned to 16 bytes."""
-    sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
-    return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
+    inputs = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
+    return misaligned(*inputs) or misaligned(("out", problem.out), strides=False)
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
@@ -86,7 +78,5 @@ def misplaced_paged(problem: PagedAttention) -> str | None:
     (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and to 8 bytes for NVFP4 K/V (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES
-    sides = [("query", problem.query, LOAD_BYTES), ("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes)]
-    if problem.out is not None:
-        sides.append(("out", problem.out, LOAD_BYTES))
-    return next((words for side in sides if (words := misplaced(*side)) is not None), None)
+    pools = (("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes))
+    return misaligned(("query", problem.query), *pools, ("out", problem.out), strides=False)

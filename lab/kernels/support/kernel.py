@@ -46,9 +46,7 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The values of one size, such as head_dim, that a kernel supports. `size` returns the value of a call. The error sentence
-    is "<words>, not <value>".
-    """
+    """The values of one size, such as head_dim, that a kernel supports. The error sentence is "<words>, not <value>"."""
 
     words: str
     size: Callable[[Any], Any]
@@ -69,9 +67,7 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return the rule that a pair of dimensions of a call is one of `among`. `pair_of` returns the pair of a call, and `names`
-    names the two dimensions in the error sentence, such as "(kv_lora_rank, qk_rope_head_dim)".
-    """
+    """Return the rule that a call's pair of dimensions, called `names` in the error sentence, is one of `among`."""
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 
@@ -123,19 +119,20 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
     reason = wrong_device(kernel, capability, (problem.query.dtype, problem.kv_dtype, problem.out_dtype))
     if reason is not None:
         return reason
+    past = (limit for limit in kernel.sizes if limit.size(problem) not in limit.among)
+    refused = sorted(problem.features() - kernel.honours, key=lambda feature: feature.name)
+    features = dict.fromkeys(kernel.says.get(feature, f"does not honour {feature.value}") for feature in refused)
     words = (
         kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)
-        or _wrong_size(kernel, problem)
-        or _not_honoured(kernel, problem)
+        or next((f"{limit.words}, not {limit.size(problem)}" for limit in past), None)
+        or ", and ".join(features)
         or kernel.limits(capability, problem)
     )
     return f"{kernel.name} {words}" if words else None
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return a sentence that says why a kernel does not run on a GPU with tensors of these dtypes; None if it does. A
-    `capability` of None stands for a CPU.
-    """
+    """Return why a kernel does not run with these dtypes on a GPU (`capability` None: a CPU); None if it does."""
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -143,22 +140,8 @@ def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable
     return None if family_of(capability) in kernel.gpus else wrong_gpu(kernel.name, kernel.gpus, capability)
 
 
-def _wrong_size(kernel: Kernel, problem: Problem) -> str | None:
-    past = (limit for limit in kernel.sizes if limit.size(problem) not in limit.among)
-    return next((f"{limit.words}, not {limit.size(problem)}" for limit in past), None)
-
-
-def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
-    refused = sorted(problem.features() - kernel.honours, key=lambda feature: feature.name)
-    return ", and ".join(
-        dict.fromkeys(kernel.says.get(feature, f"does not honour {feature.value}") for feature in refused)
-    )
-
-
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return a sentence that says why Triton runs no kernels on a GPU with tensors of these dtypes; None if it does. A
-    `capability` of None stands for a CPU.
-    """
+    """Return why Triton runs no kernel with these dtypes on a GPU (`capability` None: a CPU); None if it does."""
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])

@@ -32,10 +32,6 @@ class StoredCache:
         follows = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
         return follows and share_memory(self.k, self.v) and self.k.is_contiguous() and self.v.is_contiguous()
 
-    @property
-    def is_one_pool(self) -> bool:
-        return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
-
     def stacked(self) -> torch.Tensor:
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
@@ -57,9 +53,7 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return a pool [num_pages, num_kv_heads, page_size, head_dim] as a view of its tokens, [num_pages * page_size,
-    num_kv_heads, head_dim]. Return None if pages are not NHD or have gaps between them.
-    """
+    """Return a pool as a view [tokens, num_kv_heads, head_dim]; None if its pages are not NHD or have gaps between them."""
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
     if pages > 1 and page != page_size * token:
@@ -68,13 +62,10 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    sides = (("K", problem.k_cache), ("V", problem.v_cache))
-    return next(
-        (
-            f"finds a token by one number: {name}'s pages must touch and be NHD, not have strides {pool.stride()} of "
-            "(page, head, token, element)"
-            for name, pool in sides
-            if token_list(pool) is None
-        ),
-        None,
-    )
+    for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
+        if token_list(pool) is None:
+            return (
+                f"finds a token by one number: {name}'s pages must touch and be NHD, not have strides {pool.stride()} of "
+                "(page, head, token, element)"
+            )
+    return None

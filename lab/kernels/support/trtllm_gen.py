@@ -3,7 +3,7 @@
 There are two sources: the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h), and the table in which
 the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; error sentences that depend
 on this table name it. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16 or 32 heads, are supported too:
-a later table is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
+a later table is known to have them. `lab.dry_run.sweep` and `sweep_dsv4` compare this module with the launcher.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from lab.calls.dsv4_decode import TwoPools
 from lab.calls.features import Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
+    ANY_ROWS,
     HALVES,
     LOAD_BYTES,
     MLA_DTYPES,
@@ -26,7 +28,7 @@ from lab.kernels.support.common import (
     STRIDED_QUERY,
     USUAL,
     V_WITH_K_STRIDES,
-    first_misaligned,
+    misaligned,
 )
 from lab.kernels.support.kernel import (
     Dtypes,
@@ -38,6 +40,7 @@ from lab.kernels.support.kernel import (
     head_dims,
     mla_dims,
     page_sizes,
+    sizes,
     triples,
 )
 from lab.named_enum import NamedEnum
@@ -73,18 +76,15 @@ class Built:
     masks: tuple[MaskKind, ...] = tuple(MaskKind)
 
 
-def _equal_head_dims(*head_dims: int) -> tuple[tuple[int, int], ...]:
-    return tuple((size, size) for size in head_dims)
-
-
+UP_TO_256 = ((64, 64), (128, 128), (256, 256))  # pairs of head_dims
 DECODE_BUILT = (
-    Built(HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES, _equal_head_dims(64, 128, 256)),
-    Built(HALVES | OF_E4M3 | WIDER_QUERIES, _equal_head_dims(512), SMALL_PAGES),
+    Built(HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES, UP_TO_256),
+    Built(HALVES | OF_E4M3 | WIDER_QUERIES, ((512, 512),), SMALL_PAGES),
 )
 CONTEXT_BUILT = (
-    Built(HALVES | OF_E4M3 | OF_NVFP4, _equal_head_dims(64, 128, 256)),
-    Built(HALVES | OF_E4M3, _equal_head_dims(512), SMALL_PAGES, (MaskKind.CAUSAL, MaskKind.FULL)),
-    Built(HALVES, _equal_head_dims(80), SMALL_PAGES),
+    Built(HALVES | OF_E4M3 | OF_NVFP4, UP_TO_256),
+    Built(HALVES | OF_E4M3, ((512, 512),), SMALL_PAGES, (MaskKind.CAUSAL, MaskKind.FULL)),
+    Built(HALVES, ((80, 80),), SMALL_PAGES),
 )
 RAGGED_BUILT = (
     Built(MLA_DTYPES.triples, tuple(RAGGED_SIZES.among), (None,), (MaskKind.CAUSAL, MaskKind.FULL)),
@@ -109,18 +109,14 @@ UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over N
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask by which FlashInfer's `selectKernel` selects a kernel. A window that contains all keys counts as
-    no window.
-    """
+    """Return the kind of mask by which `selectKernel` selects. A window that contains all keys counts as no window."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if none of the kernels `built` fits a call. The sentence names what the most similar kernels
-    support.
-    """
+    """Return an error sentence if no kernel of `built` fits a call. It names what the most similar kernels support."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -182,20 +178,15 @@ def _unread(problem: Problem) -> str | None:
     if isinstance(problem, PagedAttention):
         unpacks = problem.is_nvfp4 and problem.head_dim >= 128 and problem.call is AttentionCall.DECODE
         kv_bytes = UNPACKED_LOAD_BYTES if unpacks else LOAD_BYTES
-        factors = (("K", problem.k_scale_factors), ("V", problem.v_scale_factors))
-        sides = [
-            ("query", query, LOAD_BYTES),
-            ("K", problem.k_cache, kv_bytes),
-            ("V", problem.v_cache, kv_bytes),
-            # Of a page, only the strides of pages and heads are read, also the stride of a single head.
-            *((f"{name}'s scale factors", each[:, :, 0], LOAD_BYTES) for name, each in factors if each is not None),
-        ]
+        # Of a page's scale factors, only the strides of pages and heads are read, also the stride of a single head.
+        pairs = (("K", problem.k_scale_factors), ("V", problem.v_scale_factors))
+        factors = [(f"{name}'s scale factors", each[:, :, 0]) for name, each in pairs if each is not None]
+        pools = (("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes))
+        words = misaligned(("query", query), *pools, *factors)
     else:
-        sides = [("query", query.flatten(), LOAD_BYTES)]  # its strides are not read
-        sides += [("key", problem.key, LOAD_BYTES), ("value", problem.value, LOAD_BYTES)]
-    if problem.out is not None:
-        sides.append(("out", problem.out.flatten(), LOAD_BYTES))
-    return first_misaligned(sides)
+        words = misaligned(("query", query), strides=False)
+        words = words or misaligned(("key", problem.key), ("value", problem.value))
+    return words or misaligned(("out", problem.out), strides=False)
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
@@ -261,13 +252,28 @@ def _ragged_lse(problem: PagedAttention) -> str | None:
     return "gives no LSE with cum_seq_lens_q" if is_ragged and problem.return_lse else None
 
 
-Limit = Callable[[Any], str | None]
+def _two_pools(problem: TwoPools) -> str | None:
+    selected = problem.selected
+    for name, pool in (("swa_kv_cache", problem.window_cache), ("compressed_kv_cache", problem.k_cache)):
+        # trtllm_fmha_kernel_launcher.cu 78-90
+        if len(pool) == 0:
+            return f"needs at least one page of {name}"
+        if pool.stride(2) != pool.shape[3] or pool.stride(0) % pool.shape[3]:
+            return f"reads {name} at multiples of {pool.shape[3]} elements: its strides are {pool.stride()}"
+        if (words := misaligned((name, pool), strides=False)) is not None:
+            return words
+    # kernelParams.h 916; FlashInfer copies a tensor that is not contiguous
+    entries = misaligned(("sparse_indices", selected), strides=False) if selected.is_contiguous() else None
+    return entries or misaligned(("query", problem.query), ("out", problem.out))
+
+
 # The limits that other fields of `Kernel` do not express, in the launcher's order.
-LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
+LIMITS: Mapping[AttentionCall, tuple[Callable[[Any], str | None], ...]] = {
     AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _not_skipped, _too_many_heads, _unread_factors, _unread),
     AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _not_skipped, _unread_factors, _unread),
     AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, _selected, division, _unread),
     AttentionCall.RAGGED_CONTEXT: (_ragged_not_built, _unread),
+    AttentionCall.DSV4_DECODE: (_two_pools,),
 }
 
 
@@ -342,5 +348,19 @@ TRTLLM_GEN_RAGGED = gen_kernel(
     sizes=(RAGGED_SIZES,),
     honours=HONOURS | {Feature.NON_CAUSAL, Feature.BLOCK_SCALES},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher passes on the strides of K and V alone
+)
+TRTLLM_GEN_DSV4 = gen_kernel(
+    "trtllm-gen DSV4",
+    calls=(AttentionCall.DSV4_DECODE,),
+    dtypes=MLA_DTYPES,
+    sizes=(
+        Sizes("has kernels (mla/_core.py 1098) for head_dim 512", lambda problem: problem.head_dim, (512,)),
+        sizes(
+            "has kernels (mla/_core.py 1100) for query heads", lambda problem: problem.num_qo_heads, 8, 16, 32, 64, 128
+        ),
+    ),
+    honours=ANY_ROWS
+    | {Feature.TOP_K, Feature.TOP_K_LENS, Feature.STRIDED_TOP_K, Feature.TWO_POOLS}
+    | {Feature.SINKS, Feature.V_SCALE, Feature.TENSOR_SCALES},
 )
 TRTLLM_GEN_KERNELS = (TRTLLM_GEN_DECODE, TRTLLM_GEN_CONTEXT, TRTLLM_GEN_MLA, TRTLLM_GEN_RAGGED)

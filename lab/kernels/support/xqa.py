@@ -1,6 +1,4 @@
-"""What FlashInfer 0.7.2's kernels XQA and XQA MLA support. A comment names the source of each limit. The lab has not run XQA
-MLA.
-"""
+"""What XQA and XQA MLA of FlashInfer 0.7.2 support. Comments name the sources. The lab has not run XQA MLA."""
 
 import torch
 
@@ -67,9 +65,8 @@ def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | 
     if problem.max_q_len > 1:
         if head_dim > 256:  # `gen_xqa_module`
             return f"with head_dim {head_dim} > 256 needs q_len_per_req 1"
-        if (
-            family is SM90 and not halves and group > 64
-        ):  # mha_sm90.cu: a CTA has 64 rows, which hold all heads of a token
+        # mha_sm90.cu: a CTA has 64 rows, which hold all heads of a token.
+        if family is SM90 and not halves and group > 64:
             return (
                 f"on SM90 over e4m3 K/V with q_len_per_req > 1 takes at most 64 query heads per K/V head, not {group}"
             )

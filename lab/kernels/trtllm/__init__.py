@@ -3,35 +3,17 @@
 `prepare_<name>` returns a function that runs a call of `<name>` any number of times (`lab.kernels.prepare`).
 """
 
-from lab.kernels.support.trtllm import kernel_for
-from lab.kernels.trtllm.dsv4_decode import (
-    prepare_trtllm_batch_decode_sparse_mla_dsv4,
-    trtllm_batch_decode_sparse_mla_dsv4,
-)
-from lab.kernels.trtllm.mla_decode import (
-    prepare_trtllm_batch_decode_with_kv_cache_mla,
-    trtllm_batch_decode_with_kv_cache_mla,
-)
-from lab.kernels.trtllm.paged import (
-    causal_mask,
-    prepare_trtllm_batch_context_with_kv_cache,
-    prepare_trtllm_batch_decode_with_kv_cache,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-)
-from lab.kernels.trtllm.ragged_context import prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek
+from lab.kernels.support.trtllm import kernel_for as kernel_for
+from lab.kernels.trtllm import mla_decode, paged, ragged_context
 
-__all__ = [
-    "causal_mask",
-    "kernel_for",
-    "prepare_trtllm_batch_context_with_kv_cache",
-    "prepare_trtllm_batch_decode_sparse_mla_dsv4",
-    "prepare_trtllm_batch_decode_with_kv_cache",
-    "prepare_trtllm_batch_decode_with_kv_cache_mla",
-    "prepare_trtllm_ragged_attention_deepseek",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_sparse_mla_dsv4",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "trtllm_ragged_attention_deepseek",
-]
+causal_mask = paged.causal_mask
+prepare_trtllm_batch_context_with_kv_cache = paged.prepare_trtllm_batch_context_with_kv_cache
+prepare_trtllm_batch_decode_sparse_mla_dsv4 = mla_decode.prepare_trtllm_batch_decode_sparse_mla_dsv4
+prepare_trtllm_batch_decode_with_kv_cache = paged.prepare_trtllm_batch_decode_with_kv_cache
+prepare_trtllm_batch_decode_with_kv_cache_mla = mla_decode.prepare_trtllm_batch_decode_with_kv_cache_mla
+prepare_trtllm_ragged_attention_deepseek = ragged_context.prepare_trtllm_ragged_attention_deepseek
+trtllm_batch_context_with_kv_cache = paged.trtllm_batch_context_with_kv_cache
+trtllm_batch_decode_sparse_mla_dsv4 = mla_decode.trtllm_batch_decode_sparse_mla_dsv4
+trtllm_batch_decode_with_kv_cache = paged.trtllm_batch_decode_with_kv_cache
+trtllm_batch_decode_with_kv_cache_mla = mla_decode.trtllm_batch_decode_with_kv_cache_mla
+trtllm_ragged_attention_deepseek = ragged_context.trtllm_ragged_attention_deepseek

@@ -30,8 +30,8 @@ from lab.kernels.flashinfer_call import (
     version,
     xqa_memory,
 )
-from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.stored_cache import StoredCache, stored_cache
+from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA
 
 

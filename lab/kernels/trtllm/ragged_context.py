@@ -30,8 +30,8 @@ def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
 
     `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
     support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
-    stream. A given one may be the decode call's: its first 8 MiB stay zero. Rows without keys are written by launches of their
-    own, unless the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
+    stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Rows without keys are written by separate
+    launches, unless the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
