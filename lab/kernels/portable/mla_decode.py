@@ -87,7 +87,7 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 @takes(DSV4DecodeCall)
 def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
     """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors, and
-    `prepare_trtllm_batch_decode_with_kv_cache_mla` the rest.
+    `prepare_trtllm_batch_decode_with_kv_cache_mla` what a run returns and does not check.
     """
     return prepared_mla(PORTABLE_DSV4, call)
 

@@ -85,7 +85,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
-    `lab.calls.ContextCall` documents parameters and errors, and `prepare_trtllm_batch_decode_with_kv_cache` the rest.
+    `lab.calls.ContextCall` documents parameters and errors, and `prepare_trtllm_batch_decode_with_kv_cache` what a run returns
+    and does not check.
     """
     return _prepare(call.problem())
 

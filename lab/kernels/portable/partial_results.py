@@ -67,7 +67,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of a program's partial result: its first slot for keys that another program began, else its second."""
+    """Return the index of one of a program's two partial results: the second if it reads the first keys of the unit."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
