@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode calls in Triton, for any GPU that Triton compiles for and its CPU interpreter.
+"""FlashInfer's MLA decode call in Triton, for any GPU that Triton compiles for and its CPU interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once: each tile of entries
 is loaded once, for the packed rows of a request and all heads. The keys of the batch are divided equally among programs
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.calls import DSV4DecodeCall, takes
+from lab.calls import takes
 from lab.calls.dsv4_decode import TwoPools
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
@@ -57,7 +57,7 @@ from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch, prepared
 from lab.kernels.support import Kernel
-from lab.kernels.support.portable import PORTABLE_DSV4, PORTABLE_MLA
+from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
 # Smallest number of keys of a program: it reads 147 kB of bf16 entries, and its partial result of 16 rows and 512 float32
@@ -82,17 +82,6 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 
 
 trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
-
-
-@takes(DSV4DecodeCall)
-def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors, and
-    `prepare_trtllm_batch_decode_with_kv_cache_mla` what a run returns and does not check.
-    """
-    return prepared_mla(PORTABLE_DSV4, call)
-
-
-trtllm_batch_decode_sparse_mla_dsv4 = kept_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:

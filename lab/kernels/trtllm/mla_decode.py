@@ -1,5 +1,4 @@
-"""FlashInfer's `trtllm_batch_decode_with_kv_cache_mla` and `trtllm_batch_decode_sparse_mla_dsv4`, the call of DeepSeek-V4:
-trtllm-gen on SM100 and SM103, XQA for the first of the two on SM120 and SM121.
+"""FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
 The lab had none of these GPUs: trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
 by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default base
@@ -10,8 +9,7 @@ depends on the backend. For XQA it divides `bmm1_scale` by `bmm2_scale`, because
 from dataclasses import replace
 from typing import Any
 
-from lab.calls import DSV4DecodeCall, MLADecodeCall
-from lab.calls.dsv4_decode import TwoPools
+from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
     PreparedCall,
@@ -51,22 +49,4 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
 
 prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
     "prepare", MLADecodeCall, _prepare
-)
-
-
-def _prepare_dsv4(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
-    """Return FlashInfer's sparse MLA call of DeepSeek-V4, ready to run. It serves decode, verify, draft extend and prefill.
-
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
-    kernel does not support the call (`lab.kernels.support.why_not`). If `multi_ctas_kv_counter_buffer` is None, the first bytes
-    of `workspace_buffer` are the counters, because FlashInfer's own buffer has one counter per request and head, and the kernel
-    needs one per row and head (SGLang 0.5.23, `deepseek_v4_trtllm_backend.py` 90).
-    """
-    supported_kernel(problem, call.backend)
-    arguments = but_defaults(call, {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)})
-    return prepared(call.module, call.function.value, arguments, ())
-
-
-prepare_trtllm_batch_decode_sparse_mla_dsv4, trtllm_batch_decode_sparse_mla_dsv4 = entries(
-    "prepare", DSV4DecodeCall, _prepare_dsv4
 )
