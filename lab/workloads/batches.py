@@ -13,7 +13,9 @@ is left out, they are the only keys.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby, product
+from operator import add
 
 _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?))?")
 
@@ -42,6 +44,9 @@ class Batch:
         """Return the number of tokens of each request that are cached before this pass."""
         return tuple(kv_len - q_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
 
+    def __add__(self, other: "Batch") -> "Batch":
+        return Batch(self.q_lens + other.q_lens, self.kv_lens + other.kv_lens)
+
     def __str__(self) -> str:
         runs = groupby(zip(self.q_lens, self.kv_lens, strict=True))
         return "_".join(_group_text(len(list(requests)), *lengths) for lengths, requests in runs)
@@ -52,11 +57,7 @@ class Batch:
 
 def parse_batch(text: str) -> Batch:
     """Return the batch that a text such as "2q2k_32q1s1k" describes, in the grammar above. Raise ValueError for other texts."""
-    groups = [_parse_group(group) for group in text.split("_")]
-    return Batch(
-        tuple(q_len for count, q_len, _ in groups for _ in range(count)),
-        tuple(kv_len for count, _, kv_len in groups for _ in range(count)),
-    )
+    return reduce(add, map(_parse_group, text.split("_")))
 
 
 def sweep(
@@ -68,7 +69,7 @@ def sweep(
     )
 
 
-def _parse_group(group: str) -> tuple[int, int, int]:
+def _parse_group(group: str) -> Batch:
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(
@@ -81,10 +82,9 @@ def _parse_group(group: str) -> tuple[int, int, int]:
     if count == 0:
         raise ValueError(f"batch group {group!r} has no requests: the count must be 1 or more, or be left out for 1")
     try:
-        Batch((q_len,), (kv_len,))
+        return Batch((q_len,) * count, (kv_len,) * count)
     except ValueError as error:
         raise ValueError(f"batch group {group!r}: {error}") from error
-    return count, q_len, kv_len
 
 
 def _length(text: str) -> int:

@@ -182,8 +182,7 @@ def read_options(
 def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) -> Batch:
     chunks, _, running = text.rpartition("_trace")
     if chunks and mode is ForwardMode.MIXED:
-        written, traced = parse_batch(chunks), _batch(f"trace{running}", ForwardMode.DECODE, trace)
-        return Batch(written.q_lens + traced.q_lens, written.kv_lens + traced.kv_lens)
+        return parse_batch(chunks) + _batch(f"trace{running}", ForwardMode.DECODE, trace)
     if not text.startswith("trace"):
         return parse_batch(text)
     match = _TRACED.fullmatch(text)
