@@ -30,9 +30,8 @@ class DrawnPoint:
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
-        sizes = (
-            sorted(each for each in self.model.axes[axis] if _is_size(each) and each < value) if _is_size(value) else []
-        )
+        # Of whole numbers; a bool is none.
+        sizes = sorted(each for each in self.model.axes[axis] if type(each) is type(value) is int and each < value)
         for each in dict.fromkeys((default, *(sizes[-step] for step in halvings(len(sizes))))):
             point = {**self.point, axis: each}
             if self.model.fits(point):
@@ -60,7 +59,3 @@ def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)
     return plain if sample.seed and stays_wrong(plain.case) else sample
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int
