@@ -138,8 +138,8 @@ def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> Non
 
 
 def fitted(kv_lens: Sequence[int], q_lens: Sequence[int], lengths: Any) -> tuple[int, ...]:
-    """Return each request's number of keys: as many as it has query rows, or fewer, if the value `lengths` says so; else the
-    number in `kv_lens`, but at least as many as rows.
+    """Return each request's number of keys. A value `lengths` such as AS_ROWS gives it by the numbers of query rows; otherwise
+    it is the number in `kv_lens`, but at least as many as rows.
     """
     of_rows: dict[Any, Sequence[int]] = {
         Lengths.AS_ROWS: q_lens,
