@@ -105,9 +105,7 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The relative L2 error of each vector of an output, the largest error that is allowed, and a regression that finds a bias
-    common to many vectors.
-    """
+    """The error of each vector of an output, its bound, and a regression that finds a bias common to many vectors."""
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
@@ -139,9 +137,7 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over all vectors and all slopes of the regression; 0 for an empty
-        output.
-        """
+        """Return the largest ratio of an error to its bound, over all vectors and all slopes; 0 for an empty output."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
@@ -255,9 +251,7 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five groupings of the output vectors: (name of each group, index of each vector's group). The indices broadcast to
-    [num_rows, num_heads].
-    """
+    """Yield five groupings: (names of the groups, each vector's group, which broadcasts to [num_rows, num_heads])."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -272,9 +266,7 @@ def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[st
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or of a forward pass, and the control: the same attention in low precision, whose error
-    bounds a kernel's error.
-    """
+    """The expected results of a call or forward pass, and the same attention in low precision, the control."""
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
     control: Tensor  #: the same output computed in low precision, in the output's dtype

@@ -168,9 +168,7 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The expected number of entries that each query row reads in the sparse MLA decode call, and their indices in the K/V
-    pool.
-    """
+    """The expected number of entries of each query row in the sparse MLA decode call, and their K/V pool indices."""
 
     seq_lens: list[int]
     places: list[list[int]]

@@ -164,9 +164,7 @@ def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> Pag
 
 
 class _Block(NamedTuple):
-    """Consecutive query rows of one request that are computed together, and the range of keys that at least one of the rows may
-    see.
-    """
+    """Consecutive query rows of one request, and the range of keys that at least one of these rows may see."""
 
     request: int
     first_row: int  # index of the first row in the query

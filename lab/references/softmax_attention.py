@@ -82,9 +82,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`, float32 or float64, and contiguous. On a CPU e4m3 is looked up in a table, because
-    torch converts it one element at a time.
-    """
+    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up: torch converts it one element at a time."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -327,9 +325,7 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply each head's `rows`, [batch, num_qo_heads, q_len, n], by the matrix of its K/V head in `side`, [batch,
-    num_kv_heads, n, m].
-    """
+    """Multiply each head's `rows` [batch, num_qo_heads, q_len, n] by `side` [batch, num_kv_heads, n, m] of its K/V head."""
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
@@ -385,9 +381,7 @@ def solved_requests(
 
 
 def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield lists of requests with equal numbers of keys and rows. K and V, or the scores, of a list have at most `most`
-    elements.
-    """
+    """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:

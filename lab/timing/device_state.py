@@ -24,9 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU's state while work ran on it. A field is empty if NVML does not report it. `throttled_by` None:
-    unknown.
-    """
+    """Readings of a GPU's state while work ran on it; empty if NVML has none. `throttled_by` None: unknown."""
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)

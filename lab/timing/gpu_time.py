@@ -63,9 +63,7 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of the GPU time of one call, with the conditions of the measurement. Raises ValueError unless all samples are
-    positive.
-    """
+    """Samples of one call's GPU time, with the conditions of the measurement. Raises ValueError unless all are positive."""
 
     samples_us: tuple[float, ...]  #: time per call; one sample is one replay, or one eager call for the events clock
     method: Method

@@ -35,9 +35,7 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the time that the host spends in each call, without waiting for the GPU. Batches of the different calls are
-    interleaved. The launches of `calls_per_batch` calls must fit into the driver's queue; `timer` returns ns.
-    """
+    """Measure the host time of each call, in interleaved batches. A batch's launches must fit into the driver's queue."""
     if batches < 1 or calls_per_batch < 1:
         raise ValueError(f"batches={batches} and calls_per_batch={calls_per_batch} must be at least 1")
     for call in calls.values():

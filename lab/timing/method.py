@@ -48,9 +48,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. The events of GRAPH add about 2 µs to a replay of many calls. EVENTS includes the host's time
-    between two launches. Raises ValueError for a pair in `_REFUSED`.
-    """
+    """How a GPU time is measured. GRAPH's events add about 2 µs per replay. Raises ValueError for a pair in `_REFUSED`."""
 
     clock: Clock
     l2: L2

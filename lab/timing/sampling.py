@@ -43,9 +43,7 @@ Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class RefusedTimeError(RuntimeError):
-    """A time is refused: the hardware cannot reach it, two clocks disagree, or a thread or the GPU did work that was not
-    launched by the timing.
-    """
+    """A time is refused: the hardware cannot reach it, two clocks disagree, or foreign work ran on the GPU or in a thread."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ def between_events(
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return two times in µs: of `run` by CUDA events, and of all three functions by the host's clock between waits for the
-    GPU.
-    """
+    """Return the time of `run` by CUDA events, and the time of all three functions by the host's clock, in µs."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -112,9 +108,7 @@ def fresh_seed() -> int:
 
 
 def refuse_foreign_threads() -> None:
-    """Raise RefusedTimeError if a thread runs code of neither Python, the installed packages nor the lab. It could slow other
-    kernels down, or work between two samples.
-    """
+    """Raise RefusedTimeError if a thread runs code from elsewhere than Python, installed packages and the lab."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)

@@ -54,9 +54,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results of the calls are wrong. With `whole` False only some of the results
-    are checked.
-    """
+    """Wait for the GPU, and raise AssertionError if results are wrong. Without `whole` only some are checked."""
     drain()
     for work in works:
         if work.check is not None:
@@ -66,9 +64,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Prepare a call, run and check it once, and capture the CUDA graph that a sample replays. Raises AssertionError for a
-    wrong output, and the ValueError and RuntimeError of `measure_interleaved`.
-    """
+    """Prepare a call, run and check it once, and capture the CUDA graph that a sample replays."""
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
     calls = _first_calls(buffers, side)
@@ -135,9 +131,7 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many buffers the calls must use in turn so that a buffer is no longer in L2 at its next use; 1 without
-    rotation.
-    """
+    """Return how many buffers calls must use in turn so that none is still in L2 at its next use; 1 without rotation."""
     if method.l2 is not L2.COLD_ROTATION:
         return 1
     copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
@@ -204,9 +198,7 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return how many buffers the GPU's memory can hold, in use of `SHARE_FOR_BUFFERS` of its free part. Copies one buffer to
-    measure it.
-    """
+    """Return how many buffers exist or fit into a share of the free memory. Copies one buffer to measure its size."""
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
     each = max(torch.cuda.memory_allocated() - before, 1)

@@ -33,9 +33,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this timed call on copies of its tensors, which share memory as the originals do. If it has a `redraw`, the
-        tensors are set `number` (from 1) of that instead.
-        """
+        """Return this call on copies of its tensors, which share memory as these do, or on set `number` of its `redraw`."""
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}

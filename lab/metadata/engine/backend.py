@@ -54,16 +54,12 @@ class MetadataBuffers(Protocol[MetadataT_co]):
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that writes the metadata of one captured size to the buffers. A CUDA graph can capture the
-        function. `view` is the batch that the graph reads (`StaticInputs.view`).
-        """
+        """Return a function that writes one captured size's metadata to the buffers. `view`: from `StaticInputs.view`."""
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """The metadata buffers of one forward mode, with room for the largest captured size. Smaller sizes use leading slices of
-    the tensors.
-    """
+    """The metadata buffers of one forward mode for the largest captured size. Smaller sizes use leading slices."""
 
     def __init__(
         self, mode: GraphMode, pool: KVPool, buffers: PassT, attention: DraftAttention = DraftAttention.MHA
@@ -168,9 +164,7 @@ class Backend(Protocol[MetadataT]):
 
 
 def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Return (tensor of the given dtype, functions that copy `query` into this tensor). If `query` has the dtype or `dtype` is
-    None, return (`query`, []).
-    """
+    """Return (a tensor for the query in `dtype`, functions that copy it there), or (`query`, []) if no cast is needed."""
     if dtype in (None, query.dtype):
         return query, []
     given = torch.empty_like(query, dtype=dtype)

@@ -10,9 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture into `graph` without garbage collection. The collector might free another CUDA graph, which makes a capture in
-    progress invalid.
-    """
+    """Capture without garbage collection: if the collector frees another CUDA graph, the capture becomes invalid."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -83,9 +83,7 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of the captured size `batch_size` reads, as slices of the buffers. Its numbers on the
-        host are the same in every replay.
-        """
+        """Return the batch that the graph of size `batch_size` reads. Its host numbers are the same in every replay."""
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(

@@ -38,9 +38,7 @@ class LengthMirror:
         self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
-        """Copy `seq_lens`, int32 or int64 with at most `max_batch_size` elements, to the host and wait for the copy. Return
-        (list of the lengths, their sum).
-        """
+        """Copy lengths, int32 or int64, to the host and wait. Return (list of the lengths, their sum)."""
         check_vector("seq_lens", seq_lens, INDEX_DTYPES)
         if seq_lens.device != self.device:
             raise ValueError(

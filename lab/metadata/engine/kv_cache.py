@@ -139,9 +139,7 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Make an NVFP4 cache that uses the storage of `packed`, a uint8 cache with two values per byte. All scale factors are
-        0.
-        """
+        """Make an NVFP4 cache over the storage of `packed`, a uint8 cache. All scale factors are 0."""
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
@@ -169,9 +167,7 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """The MLA cache of one layer, with one entry per token. The entry is the key of all heads, and its latent part is their
-    value.
-    """
+    """The MLA cache of one layer. A token's entry is the key of all heads, and its latent part is their value."""
 
     storage: Tensor  #: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``
 
@@ -210,9 +206,7 @@ class ShardedLatentCache:
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot of the pool, in the cache of the rank that holds it (see
-        `PagedLatentCache.write`).
-        """
+        """Store one token's entry at each slot of the pool, in the cache of the rank that holds the slot."""
         _check_rows(slots, entries=(self.storage[0], entries))
         size, slots = self.storage.shape[0], slots.clamp(min=0)
         rows = self.storage.shape[1] * self.storage.shape[2]

@@ -188,9 +188,7 @@ class KVPool:
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free the sliding-window pages of a request whose tokens are all before position ``before``. The full pool keeps the
-        tokens.
-        """
+        """Free the sliding-window pages of a request whose tokens are all before position ``before``."""
         request = self._request(req_pool_index)
         self._swa_map()
         if not 0 <= before <= request.length:

@@ -60,9 +60,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return the largest number of query rows of one request, or an upper bound of it, from numbers on the host
-    (``max_seq_len_q``).
-    """
+    """Return ``max_seq_len_q``: the largest number of query rows of a request, or an upper bound, from host numbers."""
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
         return 1

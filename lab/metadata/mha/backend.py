@@ -316,9 +316,7 @@ class TRTLLMMHABackend:
         out: Tensor,
         plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). `plan` lists the attention calls; None: the result
-        of `plan_calls`. Raises the errors of `call_arguments`.
-        """
+        """Prepare one layer's attention (see `Backend.prepare_attention`). `plan` None: the result of `plan_calls`."""
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
         given, steps = cast_to(dtypes.query, query)

@@ -47,9 +47,7 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a query row sees in its selected pages, if `num_tokens` tokens of its request precede or are the
-    row's own.
-    """
+    """Return how many tokens a row sees in its selected pages, if it is the last of `num_tokens` tokens."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 

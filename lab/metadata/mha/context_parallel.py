@@ -46,9 +46,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return why the query rows of a batch cannot be divided among `num_ranks` ranks, so that every rank computes all rows; ""
-    if they can.
-    """
+    """Return why a batch's query rows cannot be divided among `num_ranks` ranks, or "" if they can."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -121,9 +119,7 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention, with one call of `backend` for each rank's shard. Rows of `out` that belong to no shard
-    are not written.
-    """
+    """Prepare one layer's attention, one call of `backend` per shard. Rows of `out` in no shard are not written."""
     steps: list[Callable[[], object]] = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))

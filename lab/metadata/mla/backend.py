@@ -62,9 +62,7 @@ class MLALayer:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
-    """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's
-    function. `lab.metadata.mla.prefill.prepare_mla_prefill` makes the calls of a prefill.
-    """
+    """Builds metadata and makes decode calls as SGLang's TRT-LLM MLA backend does. For prefills see `prepare_mla_prefill`."""
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
@@ -238,9 +236,7 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (`out`, `lse`) with 0 and -inf in the rows that see no key, where `is_empty`, bool ``[num_rows]``, is True
-    (SGLang's `fixup_zero_kv_rows`).
-    """
+    """Return (`out`, `lse`) with 0 and -inf in rows that see no key, where `is_empty`, bool ``[num_rows]``, is True."""
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 
 

@@ -104,9 +104,7 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a forward pass on DeepSeek-V4's call: for each query row its length, the cache indices of its last 128
-    tokens, and its request's pages.
-    """
+    """The metadata of a pass on DeepSeek-V4's call: each query row's length, last 128 tokens, and request's pages."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, the places of the row's token and of the 127 tokens before it, newest first; then -1
@@ -212,9 +210,7 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of the rows. Its allocation also has the padding rows up to a multiple of 64, with `value`, because
-    the kernel reads them.
-    """
+    """Return an int32 copy of the rows, followed in memory by rows of `value` to a multiple of 64: the kernel reads them."""
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows

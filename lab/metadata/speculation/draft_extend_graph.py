@@ -20,9 +20,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """For which query rows of a draft extend a CUDA graph computes logits. Request i has d rows, of which the first
-    accept_lens[i] are accepted.
-    """
+    """For which query rows of a draft extend logits are computed. accept_lens[i] of request i's d rows are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph
@@ -34,17 +32,13 @@ class DraftExtendOutput(NamedEnum):
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """Return the row of each request's last accepted token, int64 [batch_size], for `accept_lens` from 1 to
-    `num_tokens_per_req`.
-    """
+    """Return the row of each request's last accepted token, int64 [batch_size]. `accept_lens` are at least 1."""
     first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
     return first_rows + accept_lens - 1
 
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The input buffers of a draft model's forward pass."""
-
     input_ids: Tensor  #: int64 [num_tokens]
     hidden_states: Tensor  #: [num_tokens, hidden_size], the target model's hidden states
     #: int64 [batch_size], for `DraftExtendOutput.SELECTED_ROW`: the row of each request whose logits are computed
@@ -111,9 +105,7 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that runs the model on `inputs`, writes K and V, and fills `outputs` for the query rows that `form`
-        selects. A CUDA graph can capture the function.
-        """
+        """Return a function, for a CUDA graph too, that writes K, V, and the rows of `outputs` that `form` selects."""
         ...
 
 

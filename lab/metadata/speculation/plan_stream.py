@@ -38,9 +38,7 @@ class FixUp(NamedEnum):
 
 
 class PlanStart(NamedEnum):
-    """When the metadata of a verify pass is built (planned). SGLang 0.5.13, which does not wait for the inputs, is not
-    modelled.
-    """
+    """When the metadata of a verify pass is built. SGLang 0.5.13, which does not wait for the inputs, is not modelled."""
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
     AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23
@@ -88,26 +86,20 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the part of the batch's plan (its metadata) that does not depend on the draft. The host does not read the
-        device.
-        """
+        """Launch the part of the plan that does not depend on the draft, without reading the device on the host."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree, positions]``, the buffers that the draft fills. None in place of a buffer: the draft uses its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up: write the part of the metadata that depends on the draft, on the current stream, after the draft
-        has filled its buffers.
-        """
+        """Launch the fix-up on the current stream: write what depends on the draft, which has filled its buffers."""
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Raise an error unless a backend defines `update_verify_buffers_to_fill_after_draft` exactly if its `fix_up` is
-    AFTER_DRAFT.
-    """
+    """Raise an error unless a backend defines the fix-up exactly if its `fix_up` is AFTER_DRAFT."""
     name = type(backend).__name__
     if backend.fix_up is None:
         raise NotImplementedError(
