@@ -202,6 +202,15 @@ def dsa_forward_metadata(
     return DSAForwardMetadata(seq_lens, [row + [-1] * (columns - len(row)) for row in places])
 
 
+def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> DSAForwardMetadata:
+    """Return the entries of each query row that one of `size` GPUs has with decode context parallelism: their number, and their
+    places in the cache of this GPU, then -1.
+    """
+    own = [[at // size for at in row if at >= 0 and at % size == rank] for row in metadata.places]
+    padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, metadata.places, strict=True)]
+    return DSAForwardMetadata([len(row) for row in own], padded)
+
+
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
     """The expected metadata of a forward pass on DeepSeek-V4's call, as lists."""

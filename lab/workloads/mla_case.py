@@ -30,6 +30,7 @@ class LatentLayer:
     attention: DraftAttention  #: decides whether lengths in a draft step count the drafted tokens
     dtype: torch.dtype = torch.bfloat16  #: of query and output
     query_dtype: torch.dtype | None = None  #: dtype to which the engine casts the query; None: `dtype`
+    dcp_size: int = 1  #: number of GPUs that share each request (decode context parallelism)
 
     @property
     def interface(self) -> AttentionCall:
@@ -40,7 +41,7 @@ class LatentLayer:
         if self.compress_ratio is not None:
             return DSV4Backend(implementation, self.index_topk or 0, query_dtype=query_dtype)
         if self.index_topk is not None:
-            return DSABackend(implementation, Indexer(self.index_topk), query_dtype=query_dtype)
+            return DSABackend(implementation, Indexer(self.index_topk), query_dtype, self.dcp_size)
         return TRTLLMMLABackend(implementation, self.attention, query_dtype=query_dtype)
 
     @property
@@ -104,7 +105,10 @@ class MLACase(LatentLayer, PassCase):
         if self.is_sparse:
             self._check_sparse()
         self.refuse_ignored(
-            dcp_size=(rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded"),
+            dcp_size=(
+                rows is QueryRows.ONE or self.index_topk is not None,
+                "without index_topk only ForwardMode.DECODE is sharded",
+            ),
             num_padding_requests=(
                 rows.are_uniform and self.dcp_size == 1,
                 "only modes that have as many rows for every request, without dcp_size, are padded so",
@@ -123,10 +127,15 @@ class MLACase(LatentLayer, PassCase):
 
     def _check_sparse(self) -> None:
         index_topk, ratio, rows, name = self.index_topk, self.compress_ratio, self.mode.query_rows, "DSA"
-        if (index_topk is not None and index_topk < 1) or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
+        if (index_topk is not None and index_topk < 1) or self.attention is not DraftAttention.MLA:
             raise ValueError(
-                f"index_topk={index_topk} must be at least 1, and such a pass has no dcp_size and no other attention than "
-                f"{DraftAttention.MLA!r}"
+                f"index_topk={index_topk} must be at least 1, and only {DraftAttention.MLA!r} goes with it: {self.attention!r}"
+            )
+        is_draft = self.mode.extends_draft or self.draft_step is not None
+        if self.dcp_size > 1 and (ratio is not None or is_draft):
+            raise ValueError(
+                f"dcp_size={self.dcp_size}: SGLang 0.5.23 has no context parallelism in draft models of sparse attention or in "
+                "DeepSeek-V4's: leave it 1"
             )
         is_refused = rows.are_unequal_drafts
         if ratio is not None:
@@ -139,7 +148,7 @@ class MLACase(LatentLayer, PassCase):
                     f"index_topk={index_topk} with compress_ratio={ratio}: those with 1, 2 and 4 have an indexer"
                 )
             name, is_refused = "DSV4", self.mode.extends_draft and not rows.are_uniform
-            if (ratio and (self.mode.extends_draft or self.draft_step is not None)) or self.virtual_slots:
+            if (ratio and is_draft) or self.virtual_slots:
                 raise ValueError(f"compress_ratio={ratio}: a draft model has 0, and slots are not virtual with DSV4")
         if is_refused:
             raise ValueError(f"{self.mode!r} is no mode of {name}: leave index_topk and compress_ratio None")

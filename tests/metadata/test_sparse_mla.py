@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import MLALayer
+from lab.metadata.mla.context_parallel import DecodeContextParallel
 from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata, count_entries
 from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, build_dsv4_metadata
-from lab.references.forward_metadata import dsa_forward_metadata
+from lab.references.forward_metadata import DSAForwardMetadata, dsa_forward_metadata, dsa_metadata_of_rank
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata
 from tests.metadata.batches import EXTENDS, Case, all_modes, build, drawn_cases, of_mla
 from tests.metadata.host_reads import ForbidHostReads
@@ -45,6 +46,30 @@ def test_dsa_equals_the_loops(case: Case, topk: int, group: int, missing: int) -
     longest = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
     rows = case.new if case.mode is ForwardMode.TARGET_VERIFY else 0
     assert metadata.max_seq_len == min(longest + rows, pool.max_context_len)
+
+
+@given(case=CASES, topk=st.integers(1, 70), size=st.integers(2, 4), per_rank=st.sampled_from([32, 64]))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_a_ranks_entries_equal_the_loops(case: Case, topk: int, size: int, per_rank: int) -> None:
+    batch, pool = build(replace(case, page_size=per_rank * size))
+    with ForbidHostReads():
+        metadata = build_dsa_metadata(batch, pool, Indexer(topk), size)
+    generator = torch.Generator().manual_seed(case.seed)
+    rows = len(metadata.seq_lens)
+    positions = torch.randint(-1, case.max_context_len, (rows, topk), generator=generator, dtype=torch.int32)
+    places = metadata.places(positions)
+    whole = DSAForwardMetadata([], places.tolist())
+    for rank in range(size):
+        own, lens = DecodeContextParallel(size, rank).own_entries(places)
+        expected = dsa_metadata_of_rank(whole, size, rank)
+        assert (own.dtype, lens.dtype) == (torch.int32, torch.int32)
+        assert (own.tolist(), lens.tolist()) == (expected.places, expected.seq_lens)
+
+
+def test_a_page_of_the_widened_pool_has_as_many_tokens_on_each_gpu() -> None:
+    batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 70), page_size=64)))
+    with pytest.raises(ValueError, match="page_size=64 is no multiple of the 3 GPUs"):
+        build_dsa_metadata(batch, pool, Indexer(8), 3)
 
 
 def test_virtual_slots_are_translated() -> None:

@@ -73,7 +73,10 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     yield from _uniform_cases(prefixes, q_len, **shared)
     yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), draft_step=1, **shared)
     yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), num_padding_requests=2, **shared)
-    yield MLACase(ForwardMode.EXTEND, (0, *prefixes[1:]), (5, 2, 70, 4, 1), **shared)
+    extend = MLACase(ForwardMode.EXTEND, (0, *prefixes[1:]), (5, 2, 70, 4, 1), **shared)
+    verify = MLACase(ForwardMode.TARGET_VERIFY, prefixes, (q_len,) * len(prefixes), **shared)
+    decode = MLACase(ForwardMode.DECODE, (0, 1, 300), (1, 1, 1), **shared)  # on some ranks a row has no entry
+    yield from (extend, replace(decode, dcp_size=4), *(replace(each, dcp_size=2) for each in (verify, extend)))
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:

@@ -318,15 +318,25 @@ def prepare_mla_dcp_attention(
             }
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
 
-    def merge() -> None:
-        outs, lses = [], []
-        for own, call in zip(metadata, calls, strict=True):
-            rank_out, lse = call()
-            is_empty = (own.seq_lens_k == 0).repeat_interleave(own.max_seq_len_q)
-            lse = lse / math.log(2.0) if cute_dsl else lse
-            results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), is_empty)
-            outs.append(results[0])
-            lses.append(results[1])
-        out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))
+    lens = [own.seq_lens_k for own in metadata]
+    return in_turn([*steps, partial(merge_ranks, calls, lens, out, lse_is_base_e=cute_dsl)], out)
 
-    return in_turn([*steps, merge], out)
+
+def merge_ranks(
+    calls: Sequence[Callable[[], tuple[Tensor, Tensor]]],
+    lens: Sequence[Tensor],
+    out: Tensor,
+    lse_is_base_e: bool = False,
+) -> None:
+    """Make each rank's call, and merge the outputs into `out` by the LSEs. `lens` has the number of keys that each request has
+    on each rank; requests have equally many rows of `out`.
+    """
+    outs, lses = [], []
+    for own_lens, call in zip(lens, calls, strict=True):
+        rank_out, lse = call()
+        is_empty = (own_lens == 0).repeat_interleave(len(out) // len(own_lens))
+        lse = lse / math.log(2.0) if lse_is_base_e else lse
+        results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), is_empty)
+        outs.append(results[0])
+        lses.append(results[1])
+    out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))

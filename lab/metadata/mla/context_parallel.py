@@ -5,7 +5,7 @@
   cache. Slot s of the pool is slot s // size of rank s % size, so that a page has the same index on all GPUs.
 
 The sources in SGLang 0.5.23 are `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_forward_decode_dcp` of
-`trtllm_mla_backend.py`.
+`trtllm_mla_backend.py`, and for selected entries `dsa/dsa_dcp.py`.
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,26 @@ class DecodeContextParallel:
         """Return how many of each request's first ``lens[i]`` tokens this rank owns, in a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
+    def own_entries(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the selected entries this rank's cache has (SGLang's `transform_index_page_table_dcp`).
+
+        `places`, int32 ``[num_rows, columns]``, has slots of the widened pool, and -1 for none. The results are the entries'
+        slots in the rank's cache, of the same shape and in the same order, then -1; and their number, int32 ``[num_rows]``.
+        """
+        is_own = (places >= 0) & (places % self.size == self.rank)
+        own_first = (~is_own).to(torch.int8).argsort(dim=1, stable=True)
+        own = torch.where(is_own, places // self.size, -1).gather(1, own_first)
+        return own, is_own.sum(dim=1, dtype=torch.int32)
+
+
+def page_size_of_rank(pool: KVPool, size: int) -> int:
+    """Return the number of tokens of a page in the cache of one of `size` GPUs. `pool` is the widened pool."""
+    if pool.page_size % size:
+        raise ValueError(
+            f"page_size={pool.page_size} is no multiple of the {size} GPUs: widen the pool's pages by their number"
+        )
+    return pool.page_size // size
+
 
 def build_mla_dcp_metadata(
     batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
@@ -52,11 +72,7 @@ def build_mla_dcp_metadata(
     ranks, as `build_mla_decode_metadata` does. Column c of the block table has ``req_to_token[request, rank + c * size *
     page_size] // size // page_size`` for each page with a token of the rank, then -1.
     """
-    if pool.page_size % dcp.size:
-        raise ValueError(
-            f"page_size={pool.page_size} is no multiple of the {dcp.size} GPUs: widen the pool's pages by their number"
-        )
-    page_size = pool.page_size // dcp.size  # of one GPU
+    page_size = page_size_of_rank(pool, dcp.size)
     check_mla(pool, attention, page_size)
     check_attends(batch, pool)
     if batch.forward_mode.query_rows not in (QueryRows.ONE, QueryRows.DRAFT_TOKENS):

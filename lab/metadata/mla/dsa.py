@@ -21,10 +21,11 @@ from lab.kernels import prepare
 from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, seen_by_rows, uncounted_tokens
-from lab.metadata.mla.backend import MLALayer, layer_arguments, mla_query_dtype
+from lab.metadata.mla.backend import MLALayer, layer_arguments, merge_ranks, mla_query_dtype
+from lab.metadata.mla.context_parallel import DecodeContextParallel, page_size_of_rank
 from lab.metadata.mla.metadata import check_mla, longest_request
 
 NO_ENTRY = -1  # the value of columns that select no entry
@@ -72,8 +73,9 @@ class DSAMetadata:
         return places.masked_fill(selected < 0, NO_ENTRY)
 
 
-def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> DSAMetadata:
-    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23).
+def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer, dcp_size: int = 1) -> DSAMetadata:
+    """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). With decode context parallelism on `dcp_size` GPUs,
+    all have this metadata, and `pool` is the widened one (`lab.metadata.mla.context_parallel`).
 
     ================================  ======================================================================
     mode                              seq_lens of row j of a request with q rows
@@ -86,7 +88,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> D
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the
     pool's ``max_context_len``, as in SGLang's graphs; SGLang's eager pass reads the device.
     """
-    check_mla(pool)
+    check_mla(pool, page_size=page_size_of_rank(pool, dcp_size))
     check_attends(batch, pool)
     mode = batch.forward_mode
     if mode.query_rows.are_unequal_drafts:
@@ -113,9 +115,11 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
     implementation: Any = None
     indexer: Indexer = field(default_factory=Indexer)
     query_dtype: torch.dtype | None = None
+    #: number of GPUs of decode context parallelism. With more than 1, an attention is one call per GPU, and a merge by LSEs
+    dcp_size: int = 1
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSAMetadata:
-        return build_dsa_metadata(batch, pool, self.indexer)
+        return build_dsa_metadata(batch, pool, self.indexer, self.dcp_size)
 
     def prepare_attention(
         self,
@@ -123,7 +127,7 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         metadata: DSAMetadata,
         layer: MLALayer,
         query: Tensor,
-        cache: PagedLatentCache,
+        cache: PagedLatentCache | ShardedLatentCache,
         *,
         max_context_len: int | None = None,
         out: Tensor,
@@ -149,19 +153,51 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         select = partial(metadata.places, topk_indices[:rows])
         places = select()
         steps.append(lambda: places.copy_(select()))
-        arguments = layer_arguments(layer, given[:rows].unsqueeze(1), cache) | {
+        make = partial(self._prepare, metadata.max_seq_len, layer, given[:rows])
+        if isinstance(cache, PagedLatentCache):
+            steps += make(cache, places, metadata.seq_lens, {"out": out[:rows].unsqueeze(1)})
+            return in_turn([*steps, out[rows:].zero_], out)
+        calls, lens = [], []
+        for rank in range(self.dcp_size):
+            dcp = DecodeContextParallel(self.dcp_size, rank)
+            own, own_lens = dcp.own_entries(places)
+            steps.append(partial(_write_own_entries, dcp, places, own, own_lens))
+            results = {"out": out.new_empty(rows, 1, *out.shape[1:]), "return_lse": True}
+            *counts, call = make(cache.of_rank(rank), own, own_lens, results)
+            steps += counts
+            calls.append(call)
+            lens.append(own_lens)
+        return in_turn([*steps, partial(merge_ranks, calls, lens, out[:rows]), out[rows:].zero_], out)
+
+    def _prepare(
+        self,
+        max_seq_len: int,
+        layer: MLALayer,
+        query: Tensor,
+        cache: PagedLatentCache,
+        places: Tensor,
+        seq_lens: Tensor,
+        results: dict[str, Any],
+    ) -> list[Callable[[], Any]]:
+        """Return the steps of one call over the entries at `places`; the last is the call itself."""
+        steps: list[Callable[[], Any]] = []
+        arguments = layer_arguments(layer, query.unsqueeze(1), cache) | {
             "block_tables": places.unsqueeze(1),
-            "seq_lens": metadata.seq_lens,
-            "max_seq_len": metadata.max_seq_len,
+            "seq_lens": seq_lens,
+            "max_seq_len": max_seq_len,
             "sparse_mla_top_k": places.shape[1],
-            "out": out[:rows].unsqueeze(1),
             "workspace_buffer": None,
+            **results,
         }
         if layer.qk_rope_head_dim == 0:
-            arguments["sparse_mla_top_k_lens"] = torch.ones_like(metadata.seq_lens)
+            arguments["sparse_mla_top_k_lens"] = torch.ones_like(seq_lens)
             steps.append(partial(count_entries, places, arguments["sparse_mla_top_k_lens"]))
-        call = prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)
-        return in_turn([*steps, call, out[rows:].zero_], out)
+        return [*steps, prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)]
+
+
+def _write_own_entries(dcp: DecodeContextParallel, places: Tensor, own: Tensor, own_lens: Tensor) -> None:
+    for written, computed in zip((own, own_lens), dcp.own_entries(places), strict=True):
+        written.copy_(computed)
 
 
 def count_entries(places: Tensor, top_k_lens: Tensor) -> None:

@@ -172,7 +172,7 @@ def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLA
         cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
 
     def build(batch: ForwardBatch, pool: KVPool) -> Any:
-        if ranks > 1:
+        if ranks > 1 and not case.is_sparse:
             shards = (DecodeContextParallel(ranks, rank) for rank in range(ranks))
             return [build_mla_dcp_metadata(batch, pool, shard, case.attention) for shard in shards]
         if case.compress_ratio is not None:

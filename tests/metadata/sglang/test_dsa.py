@@ -32,6 +32,7 @@ DSA, KERNELS = "sglang.srt.layers.attention.dsa", "sglang.kernels.ops.attention"
 REAL = (
     BACKEND,
     f"{DSA}.dsa_backend_mtp_precompute",
+    f"{DSA}.dsa_dcp",
     f"{DSA}.dsa_metadata_manager",
     f"{DSA}.dsa_topk_backend",
     f"{DSA}.utils",
@@ -47,6 +48,7 @@ NAMES: dict[str, object] = {
     f"{UTILS}.get_bool_env_var": lambda *_: False,
     f"{UTILS}.is_cuda": lambda: True,
     f"{KERNELS}.dsv4.topk.plan_topk_v2": lambda lens: torch.zeros(1),
+    f"{KERNELS}.fixup_zero_kv.fixup_zero_kv_rows": lambda *_: None,
     "sglang.srt.runtime_context.get_parallel": lambda: PARALLEL,
     "sglang.srt.runtime_context.get_platform": lambda: SimpleNamespace(is_sm100=True),
     "sglang.srt.environ.envs": SimpleNamespace(
@@ -148,9 +150,10 @@ def sglang_call(backend: Any, server: Any, query: Tensor, cache: Tensor, topk: T
     """Run one layer of SGLang's own forward; return what FlashInfer's call is handed, and as ``returned`` the output."""
     calls: list[dict[str, Any]] = []
 
-    def record(**arguments: Any) -> Tensor:
-        calls.append(arguments)
-        return arguments["query"][..., : LAYER.kv_lora_rank] + 1
+    def record(**arguments: Any) -> Any:
+        calls.append({name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()})
+        out = arguments["query"][..., : LAYER.kv_lora_rank] + 1
+        return (out, arguments["lse"]) if arguments.get("return_lse") else out
 
     flashinfer = ModuleType("flashinfer")
     flashinfer.decode = ModuleType("flashinfer.decode")  # type: ignore[attr-defined]
@@ -186,6 +189,13 @@ def hold_call(
     out = torch.full((batch.num_tokens, HEADS, layer.kv_lora_rank), 9.0, dtype=torch.float64)
     DSABackend(noted).prepare_attention(batch, metadata, layer, query, cache, out=out, topk_indices=topk)()
     ((_, ours),) = noted.calls
+    hold_arguments(ours, theirs)
+    rows = len(ours["query"])
+    assert not out[rows:].any()
+    assert not theirs["returned"][rows:].any()
+
+
+def hold_arguments(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name in ("query", "kv_cache", "block_tables", "seq_lens"):
         assert ours[name].dtype == theirs[name].dtype, name
         assert torch.equal(ours[name], theirs[name]), name
@@ -200,9 +210,6 @@ def hold_call(
         assert ours[name] == theirs[name], name
     lens = [call.get("sparse_mla_top_k_lens") for call in (ours, theirs)]
     assert lens[0] is lens[1] is None or torch.equal(*lens)
-    rows = len(ours["query"])
-    assert not out[rows:].any()
-    assert not theirs["returned"][rows:].any()
 
 
 MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, *EXTENDS]
@@ -250,6 +257,50 @@ def test_a_decode_that_padding_outgrew(sglang: Load) -> None:
     metadata, padded = build_dsa_metadata(batch, pool, indexer), pad_requests(batch, 5)
     topk = selections(batch, pool, 6, seed=0)
     hold_call(padded, pool, metadata, backend, dsa_server_batch(sglang, padded), topk, LAYER)
+
+
+@pytest.mark.parametrize("rope", [0, 4])
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        (ForwardMode.DECODE, {"total_lens": (1, 2, 33, 130)}),  # a row that one rank alone has entries of
+        (ForwardMode.TARGET_VERIFY, {"total_lens": (5, 70), "new": DRAFT}),
+        (ForwardMode.EXTEND, {"total_lens": (5, 70), "new_lens": (3, 6)}),
+    ],
+)
+def test_each_ranks_call_with_context_parallelism(
+    sglang: Load, mode: ForwardMode, fields: dict[str, Any], rope: int
+) -> None:
+    """Ranks of decode context parallelism see their own entries; a pool has pages of all ranks' tokens."""
+    size, layer = 2, MLALayer(0.4, kv_lora_rank=8, qk_rope_head_dim=rope, qk_nope_head_dim=6)
+    pages: dict[str, Any] = {"page_size": 64 * size, "max_context_len": 200, "sliding_window": False}
+    batch, pool = build(Case(mode, **fields, **pages, host_seq_lens=True))
+    dim, indexer = layer.kv_lora_rank + rope, Indexer(8)
+    query = torch.randn(batch.num_tokens, HEADS, dim, dtype=torch.float64)
+    cache = pool.new_sharded_latent_cache(dim, torch.float64, size)
+    topk = selections(batch, pool, 8, 0, packed=rope == 0)
+    ours, out = NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse)), torch.zeros_like(query)
+    lab = DSABackend(ours, indexer, dcp_size=size)
+    metadata = lab.build_metadata(batch, pool)
+    lab.prepare_attention(batch, metadata, layer, query, cache, out=out[..., : layer.kv_lora_rank], topk_indices=topk)()
+    for rank in range(size):
+        backend, server = new_backend(sglang, pool, indexer, layer), dsa_server_batch(sglang, batch)
+        backend.init_forward_metadata(server)
+        vars(backend).update(
+            dcp_size=size,
+            dcp_rank=rank,
+            physical_page_size=64,
+            workspace_buffer=SimpleNamespace(numel=lambda: 2**30, element_size=lambda: 1),  # for all rows at once
+            _dcp_page_table_cache=sglang(f"{DSA}.dsa_dcp").DcpPageTableCache(),
+            get_device_int32_arange=lambda count: torch.arange(count, dtype=torch.int32),
+        )
+        theirs = sglang_call(backend, server, query, cache.storage[rank], topk)
+        hold_arguments(ours.calls[rank][1], theirs)
+
+
+def _with_lse(**arguments: Any) -> tuple[Tensor, Tensor]:
+    query = arguments["query"]
+    return query[..., : LAYER.kv_lora_rank] + 1, torch.zeros(query.shape[:-1])
 
 
 GRAPH_MODES = [
