@@ -27,17 +27,15 @@ def short_repr(case: Any) -> str:
 class Contents(NamedEnum):
     """The kind of numbers in the query, keys and values of a case. A member's text describes the numbers and what they show."""
 
-    RANDOM = "N(0, 1) throughout: what rounding does"
-    NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
-    COUNTED = "zero queries, values that name their position: the output counts the keys that were seen"
-    LOW = "all logits about -200,000, equal within a request: the output is a mean, unless a sentinel is finite"
-    LOUD = "values of tens of thousands, which a half-precision sum does not hold"
-    FAINT = "values below the normal numbers of a smaller format, and of the cache's own where that is small"
-    OVERSHADOWED = (
-        "one key, whose value is zero, has nearly all the weight: what shows is all of the others, e**-20 each"
-    )
-    SHADED = "one key, whose value is zero, has much of the weight: the others, e**-9 each, show, in float16 and scaled in e4m3"
-    TALL = "logits that climb with the position, to hundreds in long requests: partial maxima that differ"
+    RANDOM = "N(0, 1): the output shows errors of rounding"
+    NEEDLES = "a few keys outweigh all other keys: the keys at each row's limits, and the keys next to them"
+    COUNTED = "zero queries, values that encode the key's position: the output counts the keys that a row sees"
+    LOW = "all logits about -200,000, equal in a request: the output is a mean, unless a masked logit is finite"
+    LOUD = "values of tens of thousands, whose sum overflows in float16"
+    FAINT = "values below the normal numbers of a smaller format, or of the cache's own format if it is small"
+    OVERSHADOWED = "one key, whose value is zero, has nearly all the weight: the output shows keys of weight e**-20"
+    SHADED = "one key, whose value is zero, has most of the weight: the output shows keys of weight e**-9"
+    TALL = "logits that rise with the position, to hundreds in long requests: the maxima of splits differ"
 
 
 class Dead(NamedEnum):
@@ -55,7 +53,7 @@ class HeadPages(NamedEnum):
     NOT_LAST = "each page before the last with a probability of one half"
     LAST = "the last page alone"
     ALL = "all pages"
-    SOME_NONE = "as HALF for some heads, and no page for others"
+    SOME_NONE = "as HALF for some heads, and no page for the other heads"
 
 
 class TableTail(NamedEnum):
@@ -74,7 +72,7 @@ class Entries(NamedEnum):
     SHUFFLED = "as many keys as there are columns, in any order"
     EDGES = "the first and last keys of pages, with -1 between them"
     ONE = "one key, in any column"
-    NONE = "no key in every second row, in the others some keys with -1 between them"
+    NONE = "no key in every second row, in the other rows some keys with -1 between them"
     LATE = "some keys after 128 columns of -1, or in the last column"
     TWICE = "half as many keys as there are columns, in two columns each, in any order"
 

@@ -63,7 +63,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Replace this call's workspace by the other call's, and each tensor that has an equal one in the other call by it."""
+        """Use the other call's workspace, and its tensors in place of this call's tensors that equal them."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call of `inputs` with the optional arguments and results in `forms` and no others, not even sinks or mask."""
+    """Return the call of `inputs` with the optional arguments and results in `forms`, and without other sinks or masks."""
     fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
     without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
     inputs = replace(inputs, **without)
