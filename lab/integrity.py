@@ -211,9 +211,7 @@ def _addresses(
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
     """Return the addresses of all recorded objects as bytes, or None if one is gone. Equal bytes mean that no object was
-    replaced.
-
-    This runs after every judged case, so no Python function is called per object.
+    replaced. This runs after every judged case, so no Python function is called per object.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:

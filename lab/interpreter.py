@@ -58,9 +58,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Speed up Triton's interpreter, if it is imported, by replacing functions of Triton. Call this only in the lab's
-    processes.
-    """
+    """Speed up Triton's interpreter, if it is imported: replace functions of Triton. Call this only in the lab's processes."""
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
         _change(interpreter)
@@ -101,9 +99,8 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """In the `with` block, record whether the interpreter's results with bf16 differ from a GPU's.
-
-    They do not if the kernel converts bf16 to float32 before it computes, and rounds before it converts to bf16.
+    """In the `with` block, record whether the interpreter's results with bf16 differ from a GPU's. They do not if the kernel
+    converts bf16 to float32 before it computes, and rounds before it converts to bf16.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [

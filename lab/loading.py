@@ -1,7 +1,4 @@
-"""Load an implementation by the name of its module or the path of its file.
-
-This module imports only the standard library.
-"""
+"""Load an implementation by the name of its module or the path of its file. This module imports only the standard library."""
 
 import ast
 import functools
@@ -115,10 +112,9 @@ def place_of(name: str, folder: Path) -> str:
 
 
 def last_report(kernel: str, part: str = "") -> Path | None:
-    """Return where the user's cache keeps the last report about a kernel; None if the cache is not writable.
-
-    `part` distinguishes reports about one kernel, such as those of different checks. The file's name contains a digest of the
-    kernel's location, because two kernels may have the same name.
+    """Return where the user's cache keeps the last report about a kernel, or about a `part` of it such as a check; None if the
+    cache is not writable. The file's name contains a digest of the kernel's location, because two kernels may have the same
+    name.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:

@@ -1,7 +1,4 @@
-"""Define the base classes of the lab's enums.
-
-This module imports only the standard library.
-"""
+"""Define the base classes of the lab's enums. This module imports only the standard library."""
 
 from enum import Enum
 from typing import Any

@@ -1,8 +1,6 @@
-"""A pytest plugin that judges kernels: it makes one test per check and function of a kernel. It also has a fixture for other
-tests.
+"""A pytest plugin that makes one test per check and function of a kernel (`pytest --lab-judge my.kernel`), and a fixture.
 
-pytest finds the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module does not import
-torch.
+pytest finds the plugin wherever the lab is installed. Importing this module does not import torch.
 """
 
 import argparse
@@ -144,9 +142,7 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: Interface) -> Ranges:
-        """Return the ranges of parameters on which a function is judged: those of the options, or only the supported values if
-        the function declines most cases.
-        """
+        """Return the ranges that the options request, without unsupported values if the function declines most cases."""
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:
