@@ -21,7 +21,7 @@ from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import largest_ulps
 from lab.exit_status import ExitStatus
 from lab.reports.invariance import invariance_report
-from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_case import AttentionCase, HeadPages, Storage
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks import dependent_kernels as kernels
@@ -281,3 +281,16 @@ def test_rows_in_one_call_are_divided_into_single_rows_and_halves() -> None:
     assert torch.cat((first.rows, second.rows)).tolist() == [0, 1, 5, 2, 3, 4, 6, 7]
     assert [each.rows.tolist() for each in single_rows(inputs)] == [[4, 7], [3, 6], [2, 5]]
     assert [each.inputs.kv_lens for each in single_rows(inputs)] == [(9, 5), (8, 4), (7, 3)]
+
+
+@pytest.mark.parametrize("head_pages", HeadPages)
+def test_a_row_by_itself_sees_the_pages_that_its_head_selects_in_the_whole_call(head_pages: HeadPages) -> None:
+    storage = Storage(page_size=16)
+    case = AttentionCase(
+        AttentionCall.DECODE, (33, 70), (3, 3), num_kv_heads=3, group=2, head_pages=head_pages, storage=storage
+    )
+    inputs = build_attention(case, CPU)
+    whole = inputs.truth().expected
+    for variant in (*single_rows(inputs), *halves(inputs)):
+        assert variant.rows is not None
+        assert torch.allclose(variant.inputs.truth().expected, whole[variant.rows], rtol=0, atol=1e-12)

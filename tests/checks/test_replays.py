@@ -239,3 +239,28 @@ def test_a_planned_call_keeps_its_mask_and_a_prepared_one_does_not() -> None:
         judged = run_case(kernel, CHECK, CASES["decode"], CPU, RANGES)
         assert judged.outcome is outcome, judged.wrongs
     assert any("after the mask changed" in wrong for wrong in judged.wrongs)
+
+
+def test_a_prepared_call_without_a_bound_of_rows_gets_no_more_rows_later() -> None:
+    """A kernel that reads the largest number of rows from the offsets when the call is made ready."""
+    unbounded: list[bool] = []
+
+    def ready(**arguments: Any) -> Any:
+        offsets = arguments["cum_seq_lens_q"]
+        given = arguments.get("max_q_len")
+        most = int(offsets.diff().max()) if given is None else given
+        unbounded.append(given is None)
+
+        def run() -> Any:
+            assert int(offsets.diff().max()) <= most
+            return references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+
+        return run
+
+    name = AttentionCall.MLA_DECODE.value
+    kernel = SimpleNamespace(**{name: references.trtllm_batch_decode_with_kv_cache_mla, f"prepare_{name}": ready})
+    case = replace(CASES["mla"], offsets=True, q_lens=(5, 2, 2), seed=2)
+    judged = run_case(kernel, CHECK, case, CPU, RANGES)
+    assert judged.outcome is Outcome.RIGHT, judged.wrongs
+    assert unbounded
+    assert all(unbounded)

@@ -59,7 +59,9 @@ def part(
     if isinstance(inputs, RaggedInputs):
         return Variant(what, replace(inputs, query=query, q_lens=q_lens, parts=histories), rows=of_base)
     selected, seen = inputs.selected, inputs.seen
-    seen = seen and tuple(seen[request][:n] for request, n in zip(requests, lens, strict=True))
+    if seen is not None:  # a row sees the keys of its head up to as many before the last as there are later rows
+        later = [inputs.q_lens[request] - each.stop for request, each in zip(requests, kept, strict=True)]
+        seen = tuple(_but_last(seen[r], rows_after)[:n] for r, rows_after, n in zip(requests, later, lens, strict=True))
     chosen = replace(
         inputs,
         case=replace(inputs.case, kv_lens=lens, q_lens=q_lens),
@@ -72,3 +74,8 @@ def part(
         and tuple(selected[r][each.start : each.stop] for r, each in zip(requests, kept, strict=True)),
     )
     return Variant(what, chosen, rows=of_base)
+
+
+def _but_last(seen: Tensor, count: int) -> Tensor:
+    """Return a mask of keys, bool [kv_len, num_kv_heads], without the last `count` keys that each head sees."""
+    return seen & (seen.flip(0).cumsum(0).flip(0) > count)
