@@ -198,10 +198,6 @@ class PagedAttention(AttentionProblem):
         return self.k_cache.shape[2]
 
     @property
-    def is_nvfp4(self) -> bool:
-        return self.kv_dtype == torch.uint8
-
-    @property
     def is_block_sparse(self) -> bool:
         return self.k_block_tables.dim() == 3
 

@@ -8,7 +8,7 @@ import torch
 
 from lab.calls import PagedAttention, Problem
 from lab.calls.entries import places_of, selections_of
-from lab.calls.problem import shown_draft_tokens
+from lab.calls.problem import NVFP4, shown_draft_tokens
 from lab.references.softmax_attention import visible_to
 from lab.wording import first_few
 
@@ -64,7 +64,7 @@ class RecordedInputs:
             words = self._words(request, side, token, kv_head).replace(" holds", ", which holds")
             return f"{'it sees' if seen[token] else 'it must not see'} {words}"
         if isinstance(problem, PagedAttention) and problem.selected is None and len(seen) % problem.page_size:
-            for side, cache in enumerate(() if problem.is_nvfp4 else (problem.k_cache, problem.v_cache)):
+            for side, cache in enumerate(() if problem.kv_dtype == NVFP4 else problem.kv):
                 page, slot = self._place(request, side, len(seen) - 1)
                 if not bool(cache[page, :, slot + 1 :].to(torch.float32).isfinite().all()):
                     where = f"page {self._id(page)} holds a non-finite {'KV'[side]}"

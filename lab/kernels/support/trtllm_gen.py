@@ -176,7 +176,7 @@ def _unread(problem: Problem) -> str | None:
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
     if isinstance(problem, PagedAttention):
-        unpacks = problem.is_nvfp4 and problem.head_dim >= 128 and problem.call is AttentionCall.DECODE
+        unpacks = problem.kv_dtype == NVFP4 and problem.head_dim >= 128 and problem.call is AttentionCall.DECODE
         kv_bytes = UNPACKED_LOAD_BYTES if unpacks else LOAD_BYTES
         # Of a page's scale factors, only the strides of pages and heads are read, also the stride of a single head.
         pairs = (("K", problem.k_scale_factors), ("V", problem.v_scale_factors))
