@@ -123,9 +123,8 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
     eager = Replay(run, call_of(room), short, made_again)
     eager.expect_bounded("an eager call, bounded by short requests", short)
     eager.expect_bounded("the next in the same tensors, bounded by longer requests", grown)
-    may_grow = (
-        short.given.get("max_q_len", 0) is not None
-    )  # None: a call reads the largest number of rows when it is made ready
+    # Without max_q_len, a call reads the largest number of rows from the offsets when it is made ready.
+    may_grow = short.given.get("max_q_len", 0) is not None
     for form in run.forms[1:]:
         if hasattr(run.implementation, form.value + short.interface.value):
             # Lengths, rows, page ids and masks must not change after a call was planned. After it was prepared, they may.
