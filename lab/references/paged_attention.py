@@ -129,15 +129,11 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
     """Return the problem with lengths, offsets and page tables on the host, where computing indices launches no kernels."""
-    k_tables = problem.k_block_tables.cpu()
+    names = ("seq_lens", "cu_seqlens_q", "selected", "selected_lens", "num_visible", "k_block_tables")
+    on_host = {name: each.cpu() for name in names if (each := getattr(problem, name)) is not None}
     shared = problem.v_block_tables is problem.k_block_tables
-    given = {
-        name: getattr(problem, name)
-        for name in ("seq_lens", "cu_seqlens_q", "selected", "selected_lens", "num_visible")
-    }
-    on_host: dict[str, Any] = {name: each.cpu() for name, each in given.items() if each is not None}
-    v_tables = k_tables if shared else problem.v_block_tables.cpu()
-    return replace(problem, k_block_tables=k_tables, v_block_tables=v_tables, **on_host)
+    v_tables = on_host["k_block_tables"] if shared else problem.v_block_tables.cpu()
+    return replace(problem, v_block_tables=v_tables, **on_host)
 
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:

@@ -362,13 +362,13 @@ def solved_requests(
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         keys, values = stacked([histories[request] for request in requests])
         rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
+        # Without the keys before the first row's window, whose pages an engine may have freed.
+        seen_from = 0 if rules.window_left < 0 else max(0, keys.shape[1] - q_len - rules.window_left)
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             visible = visible_to(
                 rows, q_len, keys.shape[1], shown, query.device, causal=rules.causal, window_left=rules.window_left
             ).expand(len(requests), -1, -1)
-            # An engine may have freed the pages of keys before the first row's window.
-            seen_from = 0 if rules.window_left < 0 else max(0, keys.shape[1] - q_len + start - rules.window_left)
             place, seen = rows_of_each[:, rows.start : rows.stop], slice(seen_from, visible.shape[2])
             inputs = query[place], keys[:, seen], values[:, seen], visible[:, :, seen], rules
             out, lse_log2 = unchecked_attention(*inputs)

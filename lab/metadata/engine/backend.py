@@ -50,16 +50,16 @@ class MetadataBuffers(Protocol[MetadataT_co]):
     """The metadata buffers of one forward mode (`GraphMode`). CUDA graphs read them, so their addresses do not change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of the captured size `batch_size`, as slices of the buffers."""
+        """Return the metadata of the captured batch size `batch_size`, as slices of the buffers."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that writes one captured size's metadata to the buffers. `view`: from `StaticInputs.view`."""
+        """Return a function that writes the metadata of one captured batch size to the buffers, from `StaticInputs.view`."""
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """The metadata buffers of one forward mode for the largest captured size. Smaller sizes use leading slices."""
+    """The metadata buffers of one forward mode for the largest captured batch size. Smaller sizes use leading slices."""
 
     def __init__(
         self, mode: GraphMode, pool: KVPool, buffers: PassT, attention: DraftAttention = DraftAttention.MHA
@@ -132,7 +132,7 @@ class Backend(Protocol[MetadataT]):
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[MetadataT]]:
-        """Allocate the metadata buffers of each mode for up to `max_batch_size` requests, the largest captured size."""
+        """Allocate the metadata buffers of each mode for up to `max_batch_size` requests, the largest captured batch."""
         ...
 
     def prepare_attention(

@@ -21,7 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The input batch `view` and the metadata of one captured size. `rebuild` writes the metadata in place."""
+    """The input batch `view` and the metadata of one captured batch size. `rebuild` writes the metadata in place."""
 
     view: ForwardBatch
     metadata: MetadataT

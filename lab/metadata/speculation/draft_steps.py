@@ -86,7 +86,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """Buffers for the metadata of all steps of a draft. The ragged lists are int32, and None except in the common template."""
+    """Buffers for the metadata of all steps of a draft. The lists of K/V slots, int32, are None except with COMMON_TEMPLATE."""
 
     #: metadata of ``max_batch_size * topk`` rows for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
     #: draft all steps have the same metadata

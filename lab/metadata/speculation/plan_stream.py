@@ -82,11 +82,11 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def check(self, batch: ForwardBatch) -> None:
-        """Raise ValueError if the backend cannot plan the batch."""
+        """Raise ValueError if the backend cannot build the metadata of the batch's verify pass."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the part of the plan that does not depend on the draft, without reading the device on the host."""
+        """Launch the building of the metadata, except what depends on the draft, without reading the device on the host."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree, positions]``, the buffers that the draft fills. None in place of a buffer: the draft uses its own."""
