@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,9 @@ class Result(NamedTuple):
 
     def leading(self, rows: int) -> "Result":
         return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
+
+    def copied(self) -> "Result":
+        return self._replace(out=self.out.clone())
 
 
 class Inputs(Protocol):
@@ -224,10 +227,6 @@ class CaseRun:
         names = [each.value for each in ENGINE_CALLS]
         offered = [form for form in CallForm if any(hasattr(self.implementation, form.value + each) for each in names)]
         return tuple(dict.fromkeys((CallForm.WHOLE, *offered)))
-
-    def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
-        self.note_call(interface, arguments)
-        return cast("Callable[[], Any]", self.kernel.make(form.value, interface, arguments))
 
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, wrapped so that a refused call raises Unsupported."""

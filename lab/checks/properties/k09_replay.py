@@ -213,7 +213,8 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    ready = run.prepare(form, call.interface, call.given)
+    run.note_call(call.interface, call.given)
+    ready = run.kernel.make(form.value, call.interface, call.given)
 
     def make() -> Result:
         try:

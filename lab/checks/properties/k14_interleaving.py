@@ -62,7 +62,7 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     first = run.call(inputs)
     run.expect_close("A", first, truth)
-    kept = first._replace(out=first.out.clone())
+    kept = first.copied()
     scale = 0.75 * inputs.bmm1_scale
     run.vary("B, another bmm1_scale", inputs, inputs.truth(bmm1_scale=scale), bmm1_scale=scale)
     run.expect_equal_bits("A's output, after B", first, kept)
@@ -117,7 +117,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
     """Make the calls at once, each on its own stream with its own workspace. Expect the bits of the calls in sequence."""
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
-    alone = [result._replace(out=result.out.clone()) for result in results]
+    alone = [result.copied() for result in results]
     busy = torch.randn(BUSY_SIZE, BUSY_SIZE, device=run.device)
     torch.cuda.synchronize()
     busy = busy @ busy  # until both streams have their launches

@@ -63,11 +63,12 @@ def _judge(run: CaseRun) -> None:
     every = build_ragged(case, run.device)  # all keys: the cached prefix and the new tokens
     new = replace(every, parts=_between(every.parts, case.prefix_lens, case.kv_lens))
     call = _call(new)
-    before = {name: value.clone() for name, value in call.given.items() if isinstance(value, Tensor)}
+    inputs = {name: value for name, value in call.given.items() if isinstance(value, Tensor)}
+    del inputs["workspace_buffer"]
+    before = {name: value.clone() for name, value in inputs.items()}
     own = _with_lse(run, "new tokens", call) or run.call(call)
     run.expect_close("new tokens", own, new.truth())
-    del before["workspace_buffer"]
-    run.expect_unchanged("the inputs", {name: call.given[name] for name in before}, before)
+    run.expect_unchanged("the inputs", inputs, before)
     backend = _Backend(run)
     what = "new tokens as a backend calls it"
     with run.noting(what):
@@ -183,20 +184,16 @@ def _workspaces(run: CaseRun, call: GivenCall) -> None:
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # two more padding rows, for a new shape
     workspace = new_workspace(run.device)
     call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
-    first = _kept(run.call(call))
+    first = run.call(call).copied()
     counts = counts_in_workspace(call.given.get("backend", "auto"), run.device)
     if counts:
         expect_counters_zero(run, "a call", {"the workspace": semaphores_and_scratch(workspace)[0]})
     scratch = expect_any_scratch(run, call, first, counts)
     other = run.again(call, query=-query, workspace_buffer=new_workspace(run.device))
-    kept = _kept(other)
+    kept = other.copied()
     run.expect_equal_bits("again, after other queries in another workspace", run.again(call), first)
     run.expect_equal_bits("the output of other queries, after a call", other, kept)
     expect_left_alone(run, call, first, scratch)
-
-
-def _kept(result: Result) -> Result:
-    return result._replace(out=result.out.clone())
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
