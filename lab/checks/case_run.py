@@ -203,7 +203,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError that the `with` block raises, and an Unsupported unless `needed`. `what` names the call."""
+        """Record an error of the `with` block: a KernelError and, unless `needed`, an Unsupported. `what` names the call."""
         try:
             yield
         except Unsupported as refusal:

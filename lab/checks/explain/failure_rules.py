@@ -74,13 +74,11 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Remove literals that too few results support from a rule that holds for fewer than `FEW` wrong results.
+    """Return a rule without uncertain literals (tests of one feature). A rule for `FEW` or more wrong results has none.
 
-    A literal stays if it excludes at least `FEW` results, but a rule has at most one literal per wrong result. A literal also
-    stays if a pair of configurations needs it: a wrong unit for which the rule holds, and a right unit for which only this
-    literal is false and that has the same parameter values without one of them.
-
-    `result_of`, int [units], has the result number of each unit.
+    A literal is uncertain if it excludes fewer than `FEW` results, and at most one literal per wrong result stays. But a
+    literal always stays if two cases prove it: a wrong one inside the rule, and a right one that lacks one of its parameter
+    values and fails this literal alone. `result_of`, int [units], has the result number of each unit.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
