@@ -165,6 +165,13 @@ class CaseRun:
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
         return result if rows is None else result.leading(rows)
 
+    def base_call(self, what: str, **storage: Any) -> tuple[AttentionInputs, Truth, Result]:
+        """Build the case, make its call and expect the right result. Return the inputs, the expected and the actual result."""
+        inputs = self.build(**storage)
+        truth, result = inputs.truth(), self.call(inputs)
+        self.expect_close(what, result, truth)
+        return inputs, truth, result
+
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Repeat a call that the implementation accepted before. Raise KernelError if the implementation refuses it now."""
         try:

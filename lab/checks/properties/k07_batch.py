@@ -20,9 +20,7 @@ from lab.workloads.inputs.call import CallInputs
 
 
 def _judge(run: CaseRun) -> None:
-    inputs = run.build()
-    together = run.call(inputs)
-    run.expect_close("together", together, inputs.truth())
+    inputs, *_ = run.base_call("together")
     alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
     for variant in (*batch_sizes(inputs), *positions(inputs), *alone):
         run.vary(variant.what, variant.inputs, variant.inputs.truth())

@@ -31,10 +31,7 @@ def several_rows(case: AttentionCase) -> AttentionCase:
 
 
 def _judge(run: CaseRun) -> None:
-    inputs = run.build()
-    truth = inputs.truth()
-    together = run.call(inputs)
-    run.expect_close("together", together, truth)
+    inputs, truth, together = run.base_call("together")
     allowed = 2.0 * truth.compare(together.out).bound  # both compared results may have an error up to the bound
     for variant in single_rows(inputs):
         result = run.vary("one row at a time", variant.inputs)

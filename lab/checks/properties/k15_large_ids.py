@@ -33,8 +33,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _judge(run: CaseRun) -> None:
-    inputs = run.build()
-    run.expect_close("far pages", run.call(inputs), inputs.truth())
+    run.base_call("far pages")
 
 
 # NVFP4 cases are made above, because the smaller NVFP4 pages need another first page.
