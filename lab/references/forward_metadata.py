@@ -204,7 +204,7 @@ def dsa_forward_metadata(
 
 def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> DSAForwardMetadata:
     """Return the entries of each query row that one of `size` GPUs has with decode context parallelism: their number, and their
-    places in the cache of this GPU, then -1.
+    indices in this GPU's cache, then -1.
     """
     own = [[at // size for at in row if at >= 0 and at % size == rank] for row in metadata.places]
     padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, metadata.places, strict=True)]

@@ -328,8 +328,8 @@ def merge_ranks(
     out: Tensor,
     lse_is_base_e: bool = False,
 ) -> None:
-    """Make each rank's call, and merge the outputs into `out` by the LSEs. `lens` has the number of keys that each request has
-    on each rank; requests have equally many rows of `out`.
+    """Call each rank's function in `calls`, which returns (output, LSE), merge the outputs by the LSEs, and write the result to
+    `out`. `lens` has, for each rank, the number of keys of each request. All requests have equally many rows in `out`.
     """
     outs, lses = [], []
     for own_lens, call in zip(lens, calls, strict=True):

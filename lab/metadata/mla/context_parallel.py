@@ -44,8 +44,9 @@ class DecodeContextParallel:
     def own_entries(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of the selected entries this rank's cache has (SGLang's `transform_index_page_table_dcp`).
 
-        `places`, int32 ``[num_rows, columns]``, has slots of the widened pool, and -1 for none. The results are the entries'
-        slots in the rank's cache, of the same shape and in the same order, then -1; and their number, int32 ``[num_rows]``.
+        `places`, int32 ``[num_rows, columns]``, has slots of the whole group's pool, and -1 for none. The results are the
+        entries' slots in the rank's cache, of the same shape and in the same order, then -1; and their number, int32
+        ``[num_rows]``.
         """
         is_own = (places >= 0) & (places % self.size == self.rank)
         own_first = (~is_own).to(torch.int8).argsort(dim=1, stable=True)
@@ -54,7 +55,7 @@ class DecodeContextParallel:
 
 
 def page_size_of_rank(pool: KVPool, size: int) -> int:
-    """Return the number of tokens of a page in the cache of one of `size` GPUs. `pool` is the widened pool."""
+    """Return how many tokens of a page of `pool` one of `size` GPUs has, which divide each page equally."""
     if pool.page_size % size:
         raise ValueError(
             f"page_size={pool.page_size} is no multiple of the {size} GPUs: widen the pool's pages by their number"

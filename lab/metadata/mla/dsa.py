@@ -75,7 +75,7 @@ class DSAMetadata:
 
 def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer, dcp_size: int = 1) -> DSAMetadata:
     """Build the metadata of one eager pass in new tensors (SGLang 0.5.23). With decode context parallelism on `dcp_size` GPUs,
-    all have this metadata, and `pool` is the widened one (`lab.metadata.mla.context_parallel`).
+    `pool` is the pool of the whole group, and all GPUs have the same metadata.
 
     ================================  ======================================================================
     mode                              seq_lens of row j of a request with q rows
@@ -179,7 +179,7 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         seq_lens: Tensor,
         results: dict[str, Any],
     ) -> list[Callable[[], Any]]:
-        """Return the steps of one call over the entries at `places`; the last is the call itself."""
+        """Return the steps of one call over the entries with the cache indices `places`. The last step is the call itself."""
         steps: list[Callable[[], Any]] = []
         arguments = layer_arguments(layer, query.unsqueeze(1), cache) | {
             "block_tables": places.unsqueeze(1),
