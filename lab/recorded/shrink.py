@@ -40,7 +40,7 @@ def shrunk(
     end, even if the result is then right; the fault is then None if `find` is `recorded_fault`, because there is no output for
     the new contents.
     """
-    call.refuse_block_sparse("shrunk")
+    call.refuse_unsupported("shrunk")
     try:
         fault = find(call)
         if fault is None:

@@ -64,9 +64,9 @@ class RecordedPass:  # with what the timing of an `EnginePass` needs
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
-        """Read a recorded call. Raises RecordingError if it cannot be read, is not supported or is block-sparse."""
+        """Read a recorded call. Raises RecordingError if it cannot be read or is not supported."""
         call, problem = recorded.posed()
-        call.refuse_block_sparse("timed")
+        call.refuse_unsupported("timed")
         sizes, given = sizes_of(problem), call.arguments(device)
         if given.get("out") is None:
             shape = (*given["query"].shape[:-1], problem.v_head_dim)

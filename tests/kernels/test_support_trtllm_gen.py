@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lab.dry_run.sweep_points import SWEPT
-from lab.gpus import Capability
-from lab.kernels.support import Kernel, why_not
+from lab.gpus import SM90, Capability
+from lab.kernels.support import KERNELS, Kernel, why_not
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_KERNELS
 
@@ -44,6 +44,18 @@ def test_kernels_of_int8_queries_are_of_sm100_alone() -> None:
     for capability, words in ((B200, "None"), (B300, "has kernels of int8 queries")):
         assert words in str(refusal(RAGGED, capability, **SAGE, dtypes="int8/int8/bf16"))
     assert refusal(RAGGED, B300, **SAGE, dtypes="e4m3/e4m3/bf16") is None
+
+
+def test_no_other_kernel_takes_scales_of_blocks() -> None:
+    point = SWEPT[RAGGED.calls[0]].model.completed(SAGE | {"dtypes": "e4m3/e4m3/bf16"})
+    assert point is not None
+    posed = SWEPT[RAGGED.calls[0]].make(point).problem()
+    others = [kernel for kernel in KERNELS if RAGGED.calls[0] in kernel.calls and kernel is not RAGGED]
+    assert others
+    for kernel in others:
+        reason = why_not(kernel, (9, 0) if kernel.gpus == (SM90,) else B200, posed)
+        assert reason is not None
+        assert "scales of blocks" in reason or "queries, not torch.float8_e4m3fn" in reason
 
 
 TAKEN: list[tuple[Kernel, dict[str, Any]]] = [

@@ -1,6 +1,8 @@
 """SageAttention's scales: the ragged reference against a loop over heads, rows and keys that takes each scale by its rule."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,9 @@ import torch
 
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.names import AttentionCall
+from lab.recorded import own_form
+from lab.recorded.call import RecordedCall, RecordingError, recorded_fault
+from lab.recorded.shrink import shrunk
 from lab.references import assert_close_to_reference, trtllm_ragged_attention_deepseek
 from tests.cases import Arguments, ragged_arguments, ragged_batch
 
@@ -93,6 +98,19 @@ def test_the_assertion_takes_a_rounded_result_and_refuses_one_of_another_scale()
     assert_close_to_reference(whole, **given)
     with pytest.raises(AssertionError, match="vectors are wrong"):
         assert_close_to_reference(1.4 * whole, **given)
+
+
+def test_a_recorded_call_is_judged_by_its_scales_and_not_shrunk(tmp_path: Path) -> None:
+    given = arguments(torch.int8, 4, 16) | {"out": None}
+    del given["workspace_buffer"]
+    call = RecordedCall(
+        AttentionCall.RAGGED_CONTEXT, given, *trtllm_ragged_attention_deepseek(**given, workspace_buffer=None)
+    )
+    read = own_form.read(own_form.write(tmp_path, call))
+    assert recorded_fault(read) is None
+    assert recorded_fault(replace(read, out=-call.out)) is not None
+    with pytest.raises(RecordingError, match=r"sage_attn_sfs\) cannot be shrunk yet"):
+        shrunk(read, recorded_fault)
 
 
 def test_the_default_output_is_bf16_and_a_call_with_scales_has_the_feature() -> None:
