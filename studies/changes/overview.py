@@ -18,16 +18,17 @@ MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; 
 SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
-    "`lab experiments changes` wrote this page. It computed every measured number and every verdict from the recordings to "
-    "which the page links, by the lab's rule for times. A statement *holds* at a point if the change makes the time "
-    "shorter, *does not hold* if the change makes the time longer, and *cannot be told* if neither is certain. A time is "
-    f"shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is entirely more "
-    f"than {INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; the rule for a longer time "
-    "is the same in the other direction. If a recording has no samples, the interval is computed from the quartiles. If a "
-    "change claims that it saves a number of microseconds, this number is added to the time with the change. If a profile "
-    "and the host's clock timed a point, a statement holds only if both confirm it, and the tables have the profile's times. "
-    "`a → b` is the median time without the change and the median time with it. Statements with the note *(not claimed)* do "
-    "not count in the verdict on a change. The recordings have no date, so *day* is the day of the file's commit."
+    "`lab experiments changes` computed every measured number and every verdict of this page from the recordings to which the "
+    "page links. A statement *holds* at a point if the change makes the time shorter, *does not hold* if the change makes the "
+    "time longer, and *cannot be told* if neither is certain. A time is shorter if the "
+    f"{INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is entirely more than "
+    f"{INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; the rule for a longer time is "
+    "the same in the other direction. If a recording has no samples, this interval is computed from the quartiles. If a change "
+    "claims that it saves a number of microseconds, this number is added to the time with the change. If a profile and the "
+    "host's clock timed a point, a statement holds only if both clocks confirm it, and the tables have the profile's times. On "
+    "this page, `a → b` is the median time without a change and the median time with it. Statements with the note *(not "
+    "claimed)* do not count in the verdict on a change. In the tables, *day* is the day of the file's commit, because "
+    "recordings have no date."
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
@@ -64,7 +65,7 @@ def kernels_sentence(entries: Sequence[Entry]) -> str:
     sentence = f"On {where} FlashInfer ran {' and '.join(ran)}"
     if any("trtllm-gen" in kernel for kernel in ran):
         return f"{sentence}."
-    return f"{sentence}. SGLang's backends run trtllm-gen on SM100; the changes were not measured with trtllm-gen."
+    return f"{sentence}. SGLang's backends run trtllm-gen on SM100; the changes of this page were not measured with trtllm-gen."
 
 
 def _summary(entry: Entry) -> list[str]:
@@ -89,7 +90,7 @@ def _section(entry: Entry, folder: Path) -> list[str]:
     blocks = [
         f"## {change.number}: {_lower(change.title)}",
         f"**Claim.** {change.claim} ({change.source}.)",
-        f"**Asked.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
+        f"**Question.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
     ]
     if entry.failure:
         left = "" if entry.answer is None else " The numbers below were recorded before the failure."
@@ -129,7 +130,10 @@ def _aspect(aspect: Aspect) -> list[str]:
     listed = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
         listed = [Standing.HOLDS, *listed]  # the table has no figures
-    lines = [f"{_upper(standing.value)}: {named(found)}" for standing in listed if (found := aspect.that(standing))]
+    statement = aspect.statement.rstrip(".")
+    lines = [
+        f"*{statement}* {standing.value} at: {named(found)}" for standing in listed if (found := aspect.that(standing))
+    ]
     return [*blocks, items(lines)] if lines else blocks
 
 

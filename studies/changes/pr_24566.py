@@ -16,7 +16,7 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     claimed = {"The decode call takes less GPU time than the context call.": compared_pairs(both, _named)}
     setting = (
         f"The timed calls are draft extends V2 of one layer of {recording['geometry']} on one of "
-        f"{recording['tensor_parallel']} ranks. Each request has q query rows."
+        f"{recording['tensor_parallel']} ranks, in which each request has q query rows."
     )
     # MLA's draft extend used the decode call with several rows even before the change.
     mla = recordings.get("mla_decode", {}).get("rows", ())
@@ -24,9 +24,7 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     single_us = {mla_point(row): row["median_us"] for row in mla if row["q_len"] == 1}
     several = [row for row in mla if row["q_len"] > 1]
     notes = tuple(_mla_sentence(row, single_us[mla_point(row)]) for row in several if mla_point(row) in single_us)
-    lacking = (
-        "the change for MLA, whose draft extend used the decode call before this change (sgl-project/sglang#11664)"
-    )
+    lacking = "pull request 24566 for MLA, whose draft extend already used the decode call (sgl-project/sglang#11664)"
     lacking += "." if several else "; nor MLA's decode call with several rows."
     return Answer(aspects(claimed), setting, notes, (*_left_out(recording), lacking))
 
@@ -57,7 +55,7 @@ CHANGE = Change(
     24566,
     "Draft extend on the decode kernel",
     "The draft extend of TRT-LLM MHA should run the decode kernel, as target verify does, and not the context kernel. "
-    "The pull request gives no number.",
+    "Pull request 24566 gives no number.",
     "description of sgl-project/sglang#24566; reverted by #24856 after an illegal memory access, restored by #28241",
     "For which numbers of rows, requests and keys does the decode call take less time than the context call?",
     "draft_extend_kernels",

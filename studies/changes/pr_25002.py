@@ -16,18 +16,18 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     own = [rows for rows in eager_graph if rows[0]["mode"] == _DRAFT_EXTEND_V2]
     others = [rows for rows in eager_graph if rows[0]["mode"] != _DRAFT_EXTEND_V2]
     claimed = {
-        "After a replay, including the copies into the graph's inputs, the GPU is idle sooner than after the eager pass.": (
+        "After a replay of draft extend V2 and its copies, the GPU is idle sooner than after the eager pass.": (
             compared_pairs(own, _mode, _completion)
         ),
-        "The graph takes less GPU time without the top-k over all rows, which no worker reads.": (
+        "The graph of draft extend V2 takes less GPU time without the top-k over all rows, which no worker reads.": (
             _form_against_form(recording, "all rows with top-k", "all rows")
         ),
     }
     aside = {
-        "If the LM head gets one row of each request, as in SGLang 0.5.23, the graph takes less GPU time than with all rows.": (
+        "Draft extend V2's graph takes less GPU time if the LM head gets one row of each request than if it gets all rows.": (
             _form_against_form(recording, "all rows", "selected row")
         ),
-        "In the other modes the GPU is idle sooner after a replay than after the eager pass.": compared_pairs(
+        "In modes other than draft extend V2, the GPU is idle sooner after a replay than after the eager pass.": compared_pairs(
             others, _mode, _completion
         ),
         "The kernels of a replay take less GPU time than the kernels of the eager pass, without the time of launches.": (
@@ -38,7 +38,7 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     spread = (
         ""
         if any(row.get("completion_samples_us") for row in recording["modes"])
-        else " These times have no recorded spread."
+        else " The times until the GPU is idle have no recorded spread."
     )
     setting = (
         f"A stand-in for a draft model was timed: one layer of {recording['model']['geometry_name']}, from the QKV projection "
@@ -85,9 +85,9 @@ CHANGE = Change(
     25002,
     "Draft extend V2 in a CUDA graph",
     "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and does not need the top-k over the logits of all rows. "
-    "The lab asks how much time the graph saves, and how much time the top-k takes.",
+    "The lab measures how much time the graph saves, and how much time the top-k takes.",
     "description of sgl-project/sglang#25002",
-    "How much sooner does a replay end than an eager pass, and how much time is spent on rows that no worker reads?",
+    "How much sooner does a draft extend V2 end in a graph than eagerly, and how much time do rows take that no worker reads?",
     "draft_extend_graph",
     judge_draft_extend_graph,
 )

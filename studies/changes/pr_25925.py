@@ -64,7 +64,7 @@ def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
     least, most = (microseconds(of(each["fix_up_us"] for each in times)) for of in (min, max))
     launches = " or ".join(f"{count:g}" for count in sorted({each["fix_up_launches"] for each in times}))
     return (
-        f"A tree's mask is written after the draft. Writing the mask takes {least} to {most} µs in {launches} launches.",
+        f"A tree's verify mask is written after the draft, which takes {least} to {most} µs in {launches} launches.",
     )
 
 
@@ -72,7 +72,7 @@ CHANGE = Change(
     25925,
     "Verify planned on a second stream",
     "TRT-LLM MHA's verify metadata does not depend on the draft, so metadata planned on a second stream need not be "
-    "written again after the draft. The lab also asks whether the plan stream makes the iteration shorter.",
+    "written again after the draft. The lab also measures whether the plan stream makes the iteration shorter.",
     "description of sgl-project/sglang#25925; off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
     "Is no metadata written again after the draft, and when does a plan during the draft make an iteration shorter?",
     "plan_stream",

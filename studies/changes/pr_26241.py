@@ -19,24 +19,24 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
     many_steps = [row for row in rows if not row["point"].endswith("/steps2")]
     implied = implied_saving_us(CLAIM)
     claimed = {
-        "Without the lists a draft's metadata takes less GPU time.": [
+        "Without the ragged K/V lists, a draft's metadata takes less GPU time.": [
             *_saved(rows, "mla", LISTS_SKIPPED),
             *_saved(rows, "mha", LISTS_SKIPPED),
             *_saved(rows, "mha", LISTS_SKIPPED, " eager"),
         ],
-        f"At 80K tokens and 3 steps the GPU time saved is more than {microseconds(implied)} µs per iteration, the saving "
-        "that follows from the claim's figures.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
+        f"At 80K tokens and 3 draft steps, more than {microseconds(implied)} µs of GPU time are saved per iteration, the "
+        "saving that follows from the claim's figures.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
     }
     aside = {
-        "From 3 steps on, one launch for all steps takes less GPU time than one launch for each step.": (
+        "From 3 draft steps on, one launch for all steps takes less GPU time than one launch for each step.": (
             _saved(many_steps, "mla", STEPS_TOGETHER) + _saved(many_steps, "mha", STEPS_TOGETHER)
         )
     }
     setting = (
-        "The writing of a draft's metadata was timed, without attention and without a model. The metadata is written into "
+        "The writing of a draft's metadata was timed, without attention and without a model. This metadata is written into "
         "static buffers, as in a graph, except at points named eager. "
-        f"Points named trace are snapshots of {recording['trace']}. The pull request does not state the GPU and the batch "
-        "size of its figures."
+        f"Points named trace are snapshots of the trace {recording['trace']}. Pull request 26241 does not state the GPU and "
+        "the batch size of its figures."
     )
     return Answer(aspects(claimed, aside), setting, _host_saving(recording))
 
@@ -58,9 +58,8 @@ def _host_saving(recording: Recorded) -> tuple[str, ...]:
     if "pr_26241" not in recording:
         return ()
     saved = recording["pr_26241"]["host_saving_us_per_draft"]
-    return (
-        f"Host time that a draft saves: {'; '.join(f'{form}, {microseconds(us)} µs' for form, us in saved.items())}.",
-    )
+    figures = "; ".join(f"{form}, {microseconds(us)} µs" for form, us in saved.items())
+    return (f"Host time that a draft without the ragged K/V lists saves: {figures}.",)
 
 
 CHANGE = Change(
@@ -71,7 +70,7 @@ CHANGE = Change(
     f"({100 * (CLAIM['tpot_after_ms'] / CLAIM['tpot_before_ms'] - 1):+.1f} %) with 80K tokens, 3 steps and "
     f"{CLAIM['accept_length']} accepted tokens (Kimi-K2.5-NVFP4, TP4).",
     "description of sgl-project/sglang#26241",
-    "How much time do the lists take, and is this time the saving that follows from the claim's figures?",
+    "How much time do a draft's ragged K/V lists take, and is this time the saving that follows from the claim's figures?",
     "draft_steps",
     judge_draft_steps,
 )

@@ -13,9 +13,9 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     both = pairs(variants, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))
     full = [mask["fill_us"] for mask in recording["verify_masks"] if mask["form"] == "full"]
     claimed = {
-        "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
-        "Without the copy a step is shorter.": compared_pairs(both, _named, two_clocks("step")),
-        "Filling the whole mask in each step, as SGLang 0.5.13 does, takes less time than omitting the copy saves.": (
+        "Without the copy of the lengths, no decode step waits for the GPU.": [_waits(*rows) for rows in both],
+        "Without the copy of the lengths, a decode step is shorter.": compared_pairs(both, _named, two_clocks("step")),
+        "Filling the whole verify mask in each step takes less time than omitting the copy of the lengths saves.": (
             compared_pairs(both, _named, two_clocks("step"), least_saved_us=full[0]) if full else []
         ),
     }
@@ -25,7 +25,7 @@ def judge_length_copy(recordings: Recordings) -> Answer:
         f"{first['num_draft_tokens']} draft tokens and a stand-in for the forward pass."
     )
     missing = (
-        "the loop with MLA's metadata. The copy and the wait for the copy are code of the engine, the same for MHA and MLA.",
+        "the decode loop with MLA's metadata. The copy of the lengths and the wait for it are the same code for MHA and MLA.",
     )
     return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
 
@@ -46,7 +46,7 @@ def _waits(copying: RecordedRow, other: RecordedRow) -> Observation:
 def _mask_facts(mask: RecordedRow) -> str:
     sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
     return (
-        f"The mask of form {mask['form']!r} for {sizes} has {mask['mask_bytes']:,} bytes, and filling it takes "
+        f"The verify mask of form {mask['form']!r} for {sizes} has {mask['mask_bytes']:,} bytes, and filling it takes "
         f"{microseconds(mask['fill_us'])} µs."
     )
 
@@ -54,11 +54,11 @@ def _mask_facts(mask: RecordedRow) -> str:
 CHANGE = Change(
     26824,
     "No copy of the lengths to the host for MLA",
-    "The TRT-LLM MLA backend needs no lengths on the host, so each iteration can omit the copy and the wait for it. "
-    "A mask of the largest size, which is allocated once, replaces a mask sized by the sum of the lengths. The pull request "
-    "gives no number.",
+    "The TRT-LLM MLA backend needs no lengths on the host, so each iteration can omit the copy of the lengths and "
+    "the wait for it. A verify mask of the largest size, which is allocated once, replaces a verify mask sized by the sum of "
+    "the lengths. Pull request 26824 gives no number.",
     "sgl-project/sglang#26824, whose description is a picture; #28106 describes the same change for MHA in words",
-    "How much time does a decode loop save without the copy, and how much time and memory does the mask take?",
+    "How much time does a decode loop save without the copy of the lengths, and how much time and memory does the verify mask take?",
     "length_copy",
     judge_length_copy,
 )
