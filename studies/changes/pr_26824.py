@@ -58,7 +58,7 @@ CHANGE = Change(
     "the wait for it. A verify mask of the largest size, which is allocated once, replaces a verify mask sized by the sum of "
     "the lengths. Pull request 26824 gives no number.",
     "sgl-project/sglang#26824, whose description is a picture; #28106 describes the same change for MHA in words",
-    "How much time does a decode loop save without the copy of the lengths, and how much time and memory does the verify mask take?",
+    "How much time does a decode loop save without the lengths' copy, and how much time and memory does the verify mask take?",
     "length_copy",
     judge_length_copy,
 )
