@@ -1,7 +1,6 @@
 """FlashInfer's sparse MLA call of DeepSeek-V4 in Triton: the MLA decode kernel with entries selected from two pools."""
 
 from lab.calls import DSV4DecodeCall, takes
-from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.mla_decode import prepared_mla
 from lab.kernels.portable.triton_call import TritonCall
 from lab.kernels.support.portable import PORTABLE_DSV4
@@ -13,6 +12,3 @@ def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonC
     `prepare_trtllm_batch_decode_with_kv_cache_mla` what a run returns and does not check.
     """
     return prepared_mla(PORTABLE_DSV4, call)
-
-
-trtllm_batch_decode_sparse_mla_dsv4 = kept_at_once(prepare_trtllm_batch_decode_sparse_mla_dsv4)

@@ -29,7 +29,6 @@ from lab.calls.problem import PagedAttention
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_mla_launches, hopper_mla_tile
-from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import BLOCK_REQUESTS, NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.merge import with_merge
 from lab.kernels.portable.partial_results import (
@@ -79,9 +78,6 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
     in base 2 unless `return_lse_base` is "basee".
     """
     return prepared_mla(PORTABLE_MLA, call, reads_rows=call.cum_seq_lens_q is not None and call.max_q_len is None)
-
-
-trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
 def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonCall:

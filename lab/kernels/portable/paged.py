@@ -31,7 +31,6 @@ from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
-from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import BLOCK_REQUESTS, CUT_KEYS, FEW_PARTS, WARP_REQUESTS, Shares, choose_shares
 from lab.kernels.portable.merge import merged_at_once, with_merge
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
@@ -89,10 +88,6 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     and does not check.
     """
     return _prepare(call.problem())
-
-
-trtllm_batch_decode_with_kv_cache = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = kept_at_once(prepare_trtllm_batch_context_with_kv_cache)
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:

@@ -11,7 +11,6 @@ import triton.language as tl
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.gpus import capability_of
-from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.softmax import (
     LOG2_E,
     accumulate,
@@ -42,9 +41,6 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
     """
     problem = call.problem()
     return prepared(PORTABLE_RAGGED, problem, lambda *results: [_launch(problem, *results)])
-
-
-trtllm_ragged_attention_deepseek = kept_at_once(prepare_trtllm_ragged_attention_deepseek)
 
 
 def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> TritonLaunch:

@@ -2,17 +2,10 @@
 
 from lab.calls import DSV4DecodeCall
 from lab.calls.dsv4_decode import TwoPools
-from lab.kernels.flashinfer_call import (
-    PreparedCall,
-    but_defaults,
-    entries,
-    prepared,
-    supported_kernel,
-    trtllm_gen_memory,
-)
+from lab.kernels.flashinfer_call import PreparedCall, but_defaults, prepared, supported_kernel, trtllm_gen_memory
 
 
-def _prepare(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
+def prepare_dsv4(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
     """Return FlashInfer's sparse MLA call of DeepSeek-V4, ready to run. It serves decode, verify, draft extend and prefill.
 
     `lab.calls.DSV4DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
@@ -23,8 +16,3 @@ def _prepare(call: DSV4DecodeCall, problem: TwoPools) -> PreparedCall:
     supported_kernel(problem, call.backend)
     arguments = but_defaults(call, {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)})
     return prepared(call.module, call.function.value, arguments, ())
-
-
-prepare_trtllm_batch_decode_sparse_mla_dsv4, trtllm_batch_decode_sparse_mla_dsv4 = entries(
-    "prepare", DSV4DecodeCall, _prepare
-)

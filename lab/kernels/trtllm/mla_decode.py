@@ -14,7 +14,6 @@ from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
-    entries,
     packed,
     prepared,
     supported_kernel,
@@ -24,7 +23,7 @@ from lab.kernels.flashinfer_call import (
 from lab.kernels.support.xqa import XQA_MLA
 
 
-def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
+def prepare_mla(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
     """Return FlashInfer's MLA decode call, ready to run. It serves decode, verify and draft extend.
 
     `lab.calls.MLADecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
@@ -45,8 +44,3 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
             changes["return_lse_base"] = call.return_lse_base or "base2"
     made = prepared("flashinfer.mla", call.function.value, but_defaults(call, changes), refreshes)
     return replace(made, returned=call.out) if kernel is XQA_MLA else made
-
-
-prepare_trtllm_batch_decode_with_kv_cache_mla, trtllm_batch_decode_with_kv_cache_mla = entries(
-    "prepare", MLADecodeCall, _prepare
-)

@@ -19,7 +19,6 @@ from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
     but_defaults,
-    entries,
     packed,
     prepared,
     refuse_during_capture,
@@ -35,7 +34,7 @@ from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA
 
 
-def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
+def prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     """Return FlashInfer's decode call over paged K/V, ready to run. It serves decode, verify and draft extend.
 
     `lab.calls.DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
@@ -64,7 +63,7 @@ def _prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
 
 
-def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
+def prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
     """Return FlashInfer's context call over paged K/V, ready to run. It serves extend and prefill.
 
     `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
@@ -78,14 +77,6 @@ def _prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall
     changes, refreshes = _canonical(call, problem)
     arguments = but_defaults(call, changes | trtllm_gen_memory(call, problem))
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
-
-
-prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries(
-    "prepare", DecodeCall, _prepare_decode
-)
-prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
-    "prepare", ContextCall, _prepare_context
-)
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:

@@ -15,7 +15,6 @@ from lab.calls.workspace import semaphores_and_scratch
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
-    entries,
     prepared,
     returning,
     supported_kernel,
@@ -24,7 +23,7 @@ from lab.kernels.flashinfer_call import (
 )
 
 
-def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
+def prepare_ragged(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
     """Return FlashInfer's ragged call, ready to run: MLA's prefill before absorption, in which new tokens attend to themselves
     or to a part of the cached prefix.
 
@@ -42,11 +41,6 @@ def _prepare(call: RaggedContextCall, problem: RaggedAttention) -> PreparedCall:
     changes = {"workspace_buffer": workspace, "window_left": problem.window_left}
     made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
     return _then_filled(made, problem) if _may_lack_keys(call, problem) else made
-
-
-prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek = entries(
-    "prepare", RaggedContextCall, _prepare
-)
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
