@@ -170,8 +170,11 @@ RAGGED_RULES = constraints(
             lambda sage, causal: sage == "none" or not causal,
         ),
         "FlashInfer refuses empty requests with scales of blocks": (
-            lambda sage, lengths: sage == "none" or lengths not in (*Without,),
+            lambda sage, lengths: sage == "none" or lengths not in (*Without, Lengths.FEWER),
             lambda sage, offsets: sage == "none" or offsets == Offsets.PLAIN,
+        ),
+        "K and V of two dtypes lie apart": lambda sage, kv: (
+            not sage.startswith("int8") or kv not in (KV.ONE_TENSOR, KV.V_OF_A_PROJECTION)
         ),
         "tensors of bf16 or fp16 are quantised, without padding": (
             lambda sage, dtype: sage == "none" or dtype != "e4m3",

@@ -336,6 +336,15 @@ def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() 
     assert not ragged_model(Ranges()).fits({"padding": "keys", "mirrors": "int32"})
 
 
+@pytest.mark.parametrize(
+    "other", [{"kv": "of one tensor"}, {"kv": "V of a projection"}, {"lengths": "fewer than rows"}]
+)
+def test_int8_keys_lie_apart_from_values_and_no_request_is_empty(other: dict[str, str]) -> None:
+    model = ragged_model(Ranges())
+    assert model.fits(other)
+    assert not model.fits({"sage": "int8, 16 keys"} | other)
+
+
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("e4m3", torch.bfloat16), ("fp16", torch.float16)])
 def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_dtype: torch.dtype) -> None:
     def function(**arguments: Any) -> Any:
