@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import KEYS_PER_SPLIT, Conditional
-from corpus.wrong import CONTEXT, DECODE, wrong
+from corpus.wrong import CONTEXT, DECODE, MLA, wrong
 
 SPLIT = 1024  # keys, from which on a request is long
 NEAR_PAGES = 2**15  # which 16 bits with a sign count
@@ -22,6 +22,17 @@ class Circumstances(Conditional):
         is_split = problem.max_kv_len > 512 and max(problem.kv_lens(), default=0) > 512
         if lse is not None and problem.cu_seqlens_q is None and problem.max_q_len == 1 and is_split:
             lse.copy_(lse.clone().T.reshape(lse.shape))
+
+    @wrong(MLA, stage="launch_mla")
+    def mla_merged_lse_in_base2(self, call):
+        """Without selected entries, the LSE over more than 1,024 keys is in base 2, whatever return_lse_base says."""
+        returned, problem = super().launch_mla(call), call.problem()
+        if call.return_lse and call.lse_is_base_e and problem.selected is None:
+            offsets = problem.row_offsets()
+            for request, kv_len in enumerate(problem.kv_lens()):
+                if kv_len > SPLIT:
+                    returned[1][offsets[request] : offsets[request + 1]] /= math.log(2.0)
+        return returned
 
     @wrong(CONTEXT, stage="shares")
     def last_split_in_given_output(self, partials, origin):

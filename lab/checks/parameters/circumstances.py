@@ -21,6 +21,8 @@ DECISIVE = (
     *("window_left", "offsets", "causal", "mask", "sinks", "skip_softmax", "lse", "rank", "head_pages"),
     *("longest_request", "max_q_len", "top_k", "entries", "top_k_lens"),
 )
+# Axes with values for which kernels have code of its own in every circumstance, such as calls in which rows select entries.
+OWN_CODE = ("top_k", "entries", "top_k_lens", "head_pages", "rank", "mask")
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
     *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
@@ -68,11 +70,12 @@ class Circumstance:
 def circumstances(model: Model) -> Iterator[Circumstance]:
     """Yield the groups of calls that a model permits; none for a metadata builder.
 
-    There are three groups with one query row per request, and three with several rows:
+    There are four groups with one query row per request, and four with several rows:
     1. A request has thousands of keys, and at most `FEW` parameters that decide which keys a row sees (`DECISIVE`) differ from
-       their default.
-    2. A request has thousands of keys, and at most `SEVERAL` other parameters differ from their default.
-    3. The batch has one request, and the upper bound of the lengths on the host is far too large.
+       their default, of them none of `OWN_CODE`.
+    2. The same, but parameters of `OWN_CODE` may differ too.
+    3. A request has thousands of keys, and at most `SEVERAL` other parameters differ from their default.
+    4. The batch has one request, and the upper bound of the lengths on the host is far too large.
     A model with the axis `causal` has one more group: non-causal calls with fewer keys than rows.
 
     In all groups, several query heads share a K/V head if the model has such values.
@@ -92,6 +95,8 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     loose: Wanted = {"bound": [Bound.OF_A_MODEL], "max_kv_len": [Bound.OF_A_MODEL]}
     for rows in (one, several):
         others = [name for name in axes if name not in DECISIVE]
+        if not axes.keys().isdisjoint(OWN_CODE):
+            yield from _restricted(model, shared | rows | long, (*others, *OWN_CODE), FEW)
         yield from _restricted(model, shared | rows | long, others, FEW)
         yield from _restricted(model, shared | rows | long, DECISIVE, SEVERAL)
         yield from _restricted(model, shared | rows | alone | loose, (), SEVERAL)
