@@ -63,8 +63,8 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     points = [*model.alone(of_all=OF_ALL_SHARDS), *at_limits(model)]
     for number, each in enumerate(circumstances(model)):
         met = {values for point in points if each.has(point) for values in each.model.tuples_of(point)}
-        goals = [goal for goal in each.goals if goal not in met]
-        points += each.model.covering(SEEDS * seed + number, goals, each.chosen)
+        unmet = [goal for goal in each.goals if goal not in met]
+        points += each.model.covering(SEEDS * seed + number, unmet, each.chosen)
     yield from _numbered(scope, points)
     if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
