@@ -5,8 +5,9 @@ table that ends in -1, lengths of a draft extend with padding rows, and lengths 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lab.calls.problem import E4M3, LATENT_CALLS, AttentionCall
@@ -22,10 +23,7 @@ from lab.workloads.mla_case import MLACase
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
     """Yield forward passes in each mode of the MLA decode kernel. `dims` are the layer's sizes, fields of `MLACase`."""
-
-    def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
-        return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)
-
+    case: Callable[..., MLACase] = partial(MLACase, page_size=page_size, **dims)
     prefixes, unequal = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300), (5, 1, 2, 4, 3, 1)
     equal, ones = (3,) * len(prefixes), (1,) * len(prefixes)
     yield case(ForwardMode.DECODE, prefixes, ones)
@@ -57,14 +55,14 @@ def _uniform_cases(prefix_lens: tuple[int, ...], q_len: int, **settings: Any) ->
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    shared: dict[str, Any] = {"page_size": page_size, **dims}
+    case: Callable[..., MLACase] = partial(MLACase, page_size=page_size, **dims)
     # On some ranks a request has no token, and some prefixes end at a page edge of a rank.
     sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
     for size in (2, 4):
-        yield MLACase(ForwardMode.DECODE, sharded, (1,) * len(sharded), dcp_size=size, **shared)
+        yield case(ForwardMode.DECODE, sharded, (1,) * len(sharded), dcp_size=size)
     prefixes = (page_size - 1, page_size, 300)
-    yield from _uniform_cases(prefixes, q_len, num_padding_requests=2, **shared)
-    yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
+    yield from _uniform_cases(prefixes, q_len, page_size=page_size, num_padding_requests=2, **dims)
+    yield case(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5)
 
 
 def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
@@ -81,22 +79,17 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
     """Yield forward passes of DeepSeek-V4. Rows see fewer tokens than the window, or more entries than the indexer selects."""
-    prefixes, ones = (0, 126, 127, 300, 700), (1,) * 5
-    shared: dict[str, Any] = {"page_size": 128, "qk_rope_head_dim": 0, **dims}
-    verify, draft = {"q_lens": (q_len,) * 5, **shared}, {"compress_ratio": 0, **shared}
-    yield MLACase(ForwardMode.DECODE, prefixes, ones, compress_ratio=4, index_topk=130, **shared)
-    yield MLACase(
-        ForwardMode.DECODE, prefixes, ones, compress_ratio=2, index_topk=130, num_padding_requests=2, **shared
-    )
-    yield MLACase(ForwardMode.DECODE, (1, *prefixes[1:]), ones, draft_step=1, **draft)
-    yield MLACase(ForwardMode.TARGET_VERIFY, prefixes, compress_ratio=128, **verify)
-    yield MLACase(ForwardMode.TARGET_VERIFY, prefixes, compress_ratio=1, index_topk=130, **verify)
-    yield MLACase(ForwardMode.DRAFT_EXTEND_V2, prefixes, compress_ratio=0, num_padding_requests=2, **verify)
-    ragged = MLACase(
-        ForwardMode.RAGGED_VERIFY, prefixes, (5, 1, 2, 4, 3), compress_ratio=128, num_draft_tokens=8, **shared
-    )
+    prefixes, ones, equal = (0, 126, 127, 300, 700), (1,) * 5, (q_len,) * 5
+    case: Callable[..., MLACase] = partial(MLACase, prefix_lens=prefixes, page_size=128, qk_rope_head_dim=0, **dims)
+    yield case(ForwardMode.DECODE, q_lens=ones, compress_ratio=4, index_topk=130)
+    yield case(ForwardMode.DECODE, q_lens=ones, compress_ratio=2, index_topk=130, num_padding_requests=2)
+    yield case(ForwardMode.DECODE, prefix_lens=(1, *prefixes[1:]), q_lens=ones, compress_ratio=0, draft_step=1)
+    yield case(ForwardMode.TARGET_VERIFY, q_lens=equal, compress_ratio=128)
+    yield case(ForwardMode.TARGET_VERIFY, q_lens=equal, compress_ratio=1, index_topk=130)
+    yield case(ForwardMode.DRAFT_EXTEND_V2, q_lens=equal, compress_ratio=0, num_padding_requests=2)
+    ragged = case(ForwardMode.RAGGED_VERIFY, q_lens=(5, 1, 2, 4, 3), compress_ratio=128, num_draft_tokens=8)
     yield replace(ragged, num_padding_rows=5)
-    extend = MLACase(ForwardMode.EXTEND, prefixes, (5, 9, 2, 3, 1), compress_ratio=4, index_topk=130, **shared)
+    extend = case(ForwardMode.EXTEND, q_lens=(5, 9, 2, 3, 1), compress_ratio=4, index_topk=130)
     yield from (extend, replace(extend, compress_ratio=128, index_topk=None, page_size=256))
 
 
