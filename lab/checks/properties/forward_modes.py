@@ -106,20 +106,12 @@ def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterato
     """Yield forward passes of vLLM: padded as in a CUDA graph, or split into a decode call and a context call."""
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
 
-    def case(engine: Engine, q_lens: Sequence[int], threshold: int = 1, **settings: Any) -> ForwardCase:
-        return ForwardCase(
-            ForwardMode.EXTEND,
-            ranges.tiny,
-            prefixes,
-            tuple(q_lens),
-            page_size=page_size,
-            engine=engine,
-            decode_threshold=threshold,
-            sliding_window=next(windows),
-            contents=Contents.NEEDLES,
-            **_first_dtypes(ranges),
-            **settings,
-        )
+    shared = {"page_size": page_size, "contents": Contents.NEEDLES, **_first_dtypes(ranges)}
+    decode = ForwardCase(ForwardMode.EXTEND, ranges.tiny, prefixes, (1,) * 4, **shared)
+
+    def case(engine: Engine, q_lens: tuple[int, ...], threshold: int = 1, **padding: int) -> ForwardCase:
+        changes: dict[str, Any] = {"engine": engine, "q_lens": q_lens, "decode_threshold": threshold, **padding}
+        return replace(decode, sliding_window=next(windows), **changes)
 
     for engine in (Engine.VLLM, Engine.VLLM_XQA):
         yield case(engine, (1,) * 4, num_padding_requests=3, num_padding_rows=3)
