@@ -52,6 +52,13 @@ class TwoPoolCalls(DSV4Decode):
         instead={"seq_lens": lambda problem, _: problem.seq_lens + WINDOW_COLUMNS},
     )("All 128 window columns are used, since sparse_topk_lens counts them.")
 
+    @wrong(stage="changed", trigger="both pools are one tensor")
+    def dsv4_one_tensor_has_window_alone(self, problem, call):
+        """If both pools are one tensor, rows use the window columns alone."""
+        if call.compressed_kv_cache.data_ptr() != call.swa_kv_cache.data_ptr():
+            return problem
+        return replace(problem, selected_lens=problem.selected_lens.clamp(max=WINDOW_COLUMNS))
+
     @wrong(stage="changed", trigger="a row does not use all its columns")
     def dsv4_lens_leave_out_window(self, problem, call):
         """sparse_topk_lens is taken for the number of compressed entries alone."""

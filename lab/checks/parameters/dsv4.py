@@ -72,7 +72,10 @@ def dsv4_model(ranges: Ranges) -> Model:
         "backend": ("auto", "trtllm-gen"),
         "query": (*QUERY[:4], Layout.HEADS_FIRST, Layout.REQUESTS_APART),
         "sparse_indices": (Tables.PLAIN, Tables.ROWS_APART, *TAILS),
-        "cache": (Cache.PLAIN, Cache.FOUR_AXES, Cache.PAGES_APART, Cache.TOKENS_APART, Cache.AT_16_BYTES),
+        "cache": (
+            *(Cache.PLAIN, Cache.FOUR_AXES, Cache.PAGES_APART, Cache.TOKENS_APART, Cache.AT_16_BYTES),
+            Cache.ONE_TENSOR,  # both pools
+        ),
         "far": (NEAR, "query", "sparse_indices", *POOLS),
     }
     del axes["skip_softmax"]
@@ -90,6 +93,9 @@ DSV4_RULES = constraints(
         ),
         "without columns for compressed entries rows select none": lambda columns, compressed_entries: (
             columns > WINDOW_COLUMNS or compressed_entries == ENTRIES[0]
+        ),
+        "two pools in one tensor have pages of one size": lambda cache, page_size, compressed_page_size: (
+            cache != Cache.ONE_TENSOR or page_size == compressed_page_size
         ),
         "far rows and pages lie in tensors without other gaps": (
             lambda far, sparse_indices: far != "sparse_indices" or sparse_indices in CONTIGUOUS_TABLES,
@@ -141,6 +147,8 @@ def dsv4_inputs(
 
 def _pools(call: BuiltCall) -> None:
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
+    if form == Cache.ONE_TENSOR:
+        _join_pools(call.given)
     for name in POOLS:
         pages = call.given[name]
         if call.forms["far"] == name:  # the last page is one that rows read
@@ -156,6 +164,15 @@ def _pools(call: BuiltCall) -> None:
         call.given["backend"] = call.forms["backend"]
     if call.forms["sparse_indices"] == Tables.ROWS_APART:
         call.given["sparse_indices"] = apart(call.given["sparse_indices"], -2, GAP)
+
+
+def _join_pools(given: dict[str, Any]) -> None:
+    """Make both pools one tensor, in which the pages of compressed tokens follow those of the window."""
+    window, compressed = (given[name] for name in POOLS)
+    places = given["sparse_indices"].clone()
+    of_entries = places[:, WINDOW_COLUMNS:]
+    of_entries += torch.where(of_entries < 0, 0, window.shape[0] * window.shape[1])
+    given |= dict.fromkeys(POOLS, torch.cat((window, compressed))) | {"sparse_indices": places}
 
 
 def _last_page(call: BuiltCall, of_window: bool) -> int:

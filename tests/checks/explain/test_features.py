@@ -786,7 +786,7 @@ def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared
 
 
 def test_a_name_of_an_enumeration_is_said_by_its_text_and_a_value_of_several_words_is_quoted() -> None:
-    low = "the data of the case is “all logits about -200,000, equal within a request”"
+    low = "the data of the case is “all logits about -200,000, equal in a request”"
     assert feature_named("contents").phrase("==", "low") == low
     assert feature_named("dead").phrase("!=", "nan").endswith("is not “NaN, which a zero weight does not remove”")
     assert feature_named("sinks=some minus infinity").phrase("is", True) == "sinks is “some minus infinity”"

@@ -37,6 +37,7 @@ def test_a_wrong_kernel_is_found_in_a_case_of_the_smoke_level(name: str) -> None
     alone: list[dict[str, Any]] = [{}, {"q_len": 2}, {"q_len": 3}, {"sinks": "per head"}, {"kv_layout": "NHD"}]
     alone += [{"bmm1_scale": "tensor []"}, {"bmm2_scale": "0.9 as a number"}, {"out": "given"}]
     alone += [{"cache": "pages apart"}, {"cache": "at 16 bytes"}, {"sparse_indices": "rows apart"}]
+    alone.append({"cache": "one tensor", "page_size": 32, "compressed_page_size": 32})
     alone += [{"q_len": 3, "offsets": "unequal"}, {"requests": 133, "heads": 1}, {"requests": 1037, "heads": 64}]
     alone += [{"far": each} for each in FAR] + [{"columns": 132, "lengths": "equal"}, {"heads": 20}]
     alone += [{"out": "given", "sinks": "per head"}, {"kv_layout": "NHD", "bmm2_scale": "0.9 as a tensor []"}]
