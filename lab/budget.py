@@ -219,7 +219,7 @@ def explain(
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
     The control (a right kernel) is simulated for the requests in `batches`, whose values are distributed like the test's. A
-    *mismatch* is an element that exceeds the test's tolerance. The verdict is
+    *mismatch* is an element that exceeds the test's tolerance. The verdict is::
 
         "bug"             if the largest difference (`off_by`) exceeds what the judge allows even if all the error of a vector
                           is in one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even
@@ -231,7 +231,7 @@ def explain(
     Args:
         mismatched, elements: the numbers of mismatches and of all elements in the failed test.
         atol, rtol: the tolerance of the test.
-        off_by: the largest |got - want| of the test, if it is known.
+        off_by: the largest absolute difference of the test, if it is known.
         against: the expected result of the test: "stored" for float64 attention on the stored K and V, "rounded" for the same
             in the output's dtype, "original" for float64 attention on the original K and V.
 
