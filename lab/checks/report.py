@@ -101,7 +101,8 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the wrong, failed and dishonest verdicts; with a `profile`, only those on cases that this engine sends."""
+        """Yield the verdicts "wrong", "failed" and "dishonest" (the kernel tampered with the judge). If the report is for one
+        engine (`profile`), leave out cases that this engine does not send."""
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property

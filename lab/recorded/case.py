@@ -1,4 +1,4 @@
-"""List the calls of a recording as cases of the judge, or as a trace of request lengths."""
+"""List the calls of a recording as test cases for `lab judge`, or as a trace of request lengths."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -118,8 +118,8 @@ class Comparison:
 
     @property
     def faulty(self) -> Tensor:
-        """Return which vectors are reported as wrong, bool [num_rows, num_heads]: those that exceed their bounds and, if a
-        slope of the regression exceeds its bound, the vectors of the group with this slope.
+        """Return which output vectors are wrong, bool [num_rows, num_heads]: those whose error exceeds their bound, and the
+        vectors of a group (such as one head) that are too large or too small by a common factor (`Regression`).
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group

@@ -86,8 +86,8 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
-    """Return (number of keys, pages) of each query row of a target verify on an encoder-only layer. There each row is a request
-    that sees all keys, also the keys of later rows.
+    """Return (number of keys, pages) of each query row of a target verify on an encoder-only layer. The metadata has an entry
+    for each query row, and each query row sees all keys of its request, also those of later rows.
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):

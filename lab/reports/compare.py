@@ -221,7 +221,7 @@ def _reasons(rows: Sequence[RowComparison], shared: Iterable[str]) -> Iterator[s
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return two mappings of rows of one run: those whose field `key` has the first value, and those with the second value."""
+    """Divide the rows of the only run: return the rows whose field `key` has the first value, and those with the second."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):

@@ -163,7 +163,9 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return the least number of different cache entries that the last `rows` rows of a request of `seen` tokens see."""
+        """Return how many cache entries a kernel must read for the last `rows` query rows of a request of `seen` tokens, if all
+        these rows select the same entries.
+        """
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0

@@ -106,9 +106,9 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the units among which rules are searched. Of more than `MOST_UNITS` wrong or right
-    units, every second, third and so on is taken. The n units of one case weigh sqrt(n + 8) together, because they are not
-    independent.
+    """Return the indices and weights of the compared results that are used to search for rules that separate wrong results from
+    right ones. If more than `MOST_UNITS` results are wrong, or right, only every k-th of them is used. The n results of one
+    case weigh sqrt(n + 8) together, because they are not independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes

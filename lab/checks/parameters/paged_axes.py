@@ -1,7 +1,7 @@
 """The parameters (axes) of decode, context and MLA decode calls, with their values and rules.
 
-The first value of each axis is its default. An axis also has unusual values, which kernels for common sizes decline, unless the
-caller has set its field of `Ranges`.
+The first value of each axis is its default. The last values of an axis are unusual ones, which many kernels refuse; they are
+left out if the caller has chosen the values of this parameter in `Ranges`.
 """
 
 from collections.abc import Callable, Sequence

@@ -94,10 +94,11 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge a captured call by replays with several batches, and the same call made eagerly, prepared or planned.
+    """Judge the replays of a captured call with several batches. Judge the same call also eagerly and, if the kernel has it, by
+    `prepare_<name>` or `plan_<name>`, which return a function that makes the call.
 
     `make` builds the tensors of a batch, `room` has the lengths of the largest batch, and `forms` are the optional arguments.
-    If `waits` is True, a replayed batch may have requests with fewer query rows than at capture.
+    `waits`: whether requests may have other numbers of query rows in a replay than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:

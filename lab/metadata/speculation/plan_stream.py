@@ -168,7 +168,8 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration: the draft and the plan, then the fix-up and verify. Return the result of `verify`.
+        """Run one iteration: the draft and the plan of the verify at the same time, the writes that depend on the draft, and
+        last `verify`. Return the result of `verify`.
 
         The host never waits. It launches the draft before the plan. If it launches the draft more slowly than the GPU runs it,
         the plan does not overlap with the draft.
@@ -176,7 +177,7 @@ class PlanStream:
         Args:
             draft: fills the buffers that it receives. It must not write a tensor of the batch.
             inputs_final: an event after which the batch's tensors, and the entries of its draft tokens in the request table,
-                are final. The plan waits for it with every `start`. None: they are final after the work that is on the current
+                are final, for which the plan waits. None: they are final after the work that is on the current
                 stream now. It must be None on a CPU, where everything runs in order.
 
         Raises:
