@@ -12,6 +12,7 @@ from torch import Tensor
 from lab.calls import ContextCall
 from lab.kernels.portable import hopper, key_shares, merge, paged, partial_results
 from lab.kernels.portable.key_shares import Shares
+from lab.kernels.portable.rows import most_blocks
 from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import HopperTile, ProgramTile, tile_descriptor
 from tests.cases import CONTEXT, DECODE
@@ -141,9 +142,7 @@ def test_requests_are_of_two_kinds_where_some_fill_several_blocks(
         return
     # The grid of the second kind has room for each composition of rows: for this one, and for requests as short as can be.
     for tile_rows in (1, 16, 64, 128):
-        tile = ProgramTile(tile_rows, 64, num_warps=4, num_stages=3)
-        q_blocks = -(-max(q_lens) * (group := heads[0] // heads[1]) // tile_rows)
-        blocks = paged._grid(problem, q_blocks, tile, None, few + 1)[0]
+        group, blocks = heads[0] // heads[1], most_blocks(problem, tile_rows, few + 1)
         shortest = min(len(q_lens), sum(q_lens) // (few + 1))
         assert blocks >= sum(-(-q_len * group // tile_rows) for q_len in q_lens if q_len > few)
         assert blocks >= shortest * -(-(few + 1) * group // tile_rows)

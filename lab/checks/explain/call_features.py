@@ -69,6 +69,17 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
     }
 
 
+def _read_rows(q_lens: Sequence[int], group: int) -> Iterator[Read]:
+    most, fewest_before = max(q_lens, default=0), math.inf
+    for q_len in q_lens:
+        yield {
+            "packed_rows": q_len * group if group else None,
+            "fewer_rows": q_len < most,
+            "after_fewer_rows": fewest_before < most,
+        }
+        fewest_before = min(fewest_before, q_len)
+
+
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
     return {
         "page_size": page_size,
@@ -105,9 +116,12 @@ class CallFeatures:
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
         """Return the given features and those that follow from lengths. Without pages, `page_size` is `TILE`."""
+        rows = _read_rows(q_lens, int(features.get("group", 0)))
         of_requests = tuple(
-            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | selected)
-            for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))
+            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | selected)
+            for request, (q_len, of_rows, selected) in enumerate(
+                zip(q_lens, rows, selections or [{}] * len(q_lens), strict=True)
+            )
         )
         of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens))

@@ -22,6 +22,7 @@ from lab.checks.explain.call_features import (
     _read_call,
     _read_pages,
     _read_request,
+    _read_rows,
     _read_selections,
     features_of_call,
     features_of_case,
@@ -217,13 +218,21 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
     of_sparse = _read_call(AttentionCall.MLA_DECODE, {}, of_rank)
     (of_selection,) = _read_selections(sparse)
-    of_lengths = _read_request(0, (1,), 1, 16, -1) | _read_batch((1,), (1,), 16, -1)
+    of_lengths = _read_request(0, (1,), 1, 16, -1) | _read_batch((1,), (1,), 16, -1) | next(_read_rows((1,), 1))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
     assert (of_call | of_sparse | of_selection | of_lengths | CallLog().read(arguments)).keys() == {*FEATURES} - {
         *of_cases,
         "result",
     }
+
+
+def test_rows_are_compared_with_those_of_the_whole_batch_and_of_earlier_requests() -> None:
+    read = [*_read_rows((4, 2, 4), 8)]
+    assert [each["packed_rows"] for each in read] == [32, 16, 32]
+    assert [each["fewer_rows"] for each in read] == [False, True, False]
+    assert [each["after_fewer_rows"] for each in read] == [False, False, True]
+    assert [each["packed_rows"] for each in _read_rows((4,), 0)] == [None]  # a metadata builder's batch has no heads
 
 
 SEVERAL = [-1] * 128
