@@ -4,6 +4,7 @@ import torch
 
 from corpus.models.attention import E4M3, Attention, saturated
 from corpus.wrong import CONTEXT, wrong
+from lab.calls.problem import NVFP4
 
 
 @wrong(CONTEXT, trigger="over 128 requests; with 130 only requests 64 and 129 are wrong, with 200 a third")
@@ -151,7 +152,7 @@ class Blind295(Attention):
 
     def host(self, run):
         k, v = run.k_cache, run.v_cache
-        key = tuple(k.shape), k.stride(), k.dtype, v.stride(), run.p.is_nvfp4
+        key = tuple(k.shape), k.stride(), k.dtype, v.stride(), run.p.kv_dtype == NVFP4
         if key not in self.described:
             while len(self.described) >= 64:
                 del self.described[next(iter(self.described))]

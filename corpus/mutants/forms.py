@@ -9,7 +9,7 @@ from torch import Tensor
 from corpus.models.split_kv import Call, Conditional
 from corpus.mutants.pages import with_strides
 from corpus.wrong import CONTEXT, DECODE, MLA, wrong
-from lab.calls.problem import E4M3, PagedAttention
+from lab.calls.problem import E4M3, NVFP4, PagedAttention
 
 
 def _lengths_of_first_rows(problem: PagedAttention) -> Tensor:
@@ -45,7 +45,7 @@ class Combined(Conditional):
         where=lambda problem, _: problem.window_left >= 0,
         instead={"v_block_tables": lambda problem, _: problem.k_block_tables},
     )("V's own page table is ignored where there is a window.")
-    mask_ignored_over_nvfp4 = wrong(DECODE, where=lambda problem, _: problem.is_nvfp4, instead={"mask": None})(
+    mask_ignored_over_nvfp4 = wrong(DECODE, where=lambda problem, _: problem.kv_dtype == NVFP4, instead={"mask": None})(
         "A draft mask is taken for a causal one over an NVFP4 cache."
     )
     scale_of_v_ignored_with_e4m3_output = wrong(

@@ -24,7 +24,7 @@ pytestmark = [
 
 SPLITTING = (DECODE, MLA)  # several CTAs may share a request's keys, and count
 INSTALLED = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla"}
-# Two float32 of 256 rows for each of 2 requests and of the heads, and a guard of 1 MiB (`_statistics_bytes`).
+# Two float32 of 256 rows for each of 2 requests and of the heads, and a guard of 1 MiB.
 STATISTICS = {name: 2 * heads * 256 * 8 + 2**20 for name, heads in zip(CALLS, (4, 4, 128, 2), strict=True)}
 
 

@@ -12,7 +12,7 @@ import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, KVPool
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mla.backend import TRTLLMMLABackend, merge_by_lse, prepare_mla_dcp_attention
+from lab.metadata.mla.backend import TRTLLMMLABackend, merge_by_lse, merge_ranks, prepare_mla_dcp_attention
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.references.forward_metadata import mla_dcp_metadata
 from tests.devices import DEVICES
@@ -184,3 +184,9 @@ def test_what_the_group_has_not_is_refused() -> None:
         prepare_mla_dcp_attention(lab.references, batch, metadata[:1], LAYER, query, cache, out=out)
     with pytest.raises(ValueError, match="one rank's output is a part"):
         TRTLLMMLABackend(dcp=first).prepare_attention(batch, metadata[0], LAYER, query, cache.of_rank(0), out=out)
+
+
+def test_the_results_of_an_idle_batch_are_merged_to_none() -> None:
+    out, lens = torch.empty(0, 4, 8), torch.empty(0, dtype=torch.int32)
+    merge_ranks([lambda: (out.clone(), torch.empty(0, 4))] * 2, [lens] * 2, out)
+    assert out.shape == (0, 4, 8)

@@ -88,7 +88,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
     # A cache of this digest alone: files change between two.
-    names_in = functools.cache(lambda folder: frozenset(each.name for each in Path(folder).glob("*")))
+    names_in = functools.cache(_names_in)
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
@@ -116,6 +116,13 @@ def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]])
         folder = f"{folder}/{part}"
         if "__init__.py" in names_in(folder):
             yield f"{folder}/__init__.py"
+
+
+def _names_in(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
 
 
 @functools.cache

@@ -334,7 +334,7 @@ def merge_ranks(
     outs, lses = [], []
     for own_lens, call in zip(lens, calls, strict=True):
         rank_out, lse = call()
-        is_empty = (own_lens == 0).repeat_interleave(len(out) // len(own_lens))
+        is_empty = (own_lens == 0).repeat_interleave(len(out) // max(len(own_lens), 1))
         lse = lse / math.log(2.0) if lse_is_base_e else lse
         results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), is_empty)
         outs.append(results[0])

@@ -31,6 +31,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 from tests.checks.small import SMALL, decoding
 
+CPU = torch.device("cpu")
 HEADS = 3
 PAGED = (AttentionCall.DECODE, AttentionCall.CONTEXT, AttentionCall.MLA_DECODE)
 
@@ -399,3 +400,17 @@ def test_a_block_sparse_call_has_the_bound_and_the_lengths_of_its_heads() -> Non
     assert (
         of_nvfp4["backend"] == "trtllm-gen"
     )  # XQA, of whose order a plain call's scale factors are, is not block-sparse
+
+
+@pytest.mark.parametrize("interface", MODELS.keys() & {*AttentionCall})
+def test_a_kernel_that_changes_its_query_does_not_change_the_expected_result(interface: AttentionCall) -> None:
+    name = interface.value
+
+    def negating(**arguments: Any) -> Any:
+        arguments["query"].neg_()
+        return getattr(references, name)(**arguments)
+
+    run = CaseRun(SimpleNamespace(**{name: negating}), Configuration(interface, {}, 1), CPU, Ranges())
+    judge_call(run)
+    assert any("vectors are wrong" in wrong for wrong in run.wrongs), run.wrongs
+    assert any("query" in wrong for wrong in run.wrongs)
