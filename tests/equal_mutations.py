@@ -45,9 +45,7 @@ EQUAL_LENGTHS = {
     "lab/kernels/support/peers.py": (
         "span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))",
     ),
-    "lab/checks/explain/call_features.py": (
-        "for request, (q_len, selected) in enumerate(zip(q_lens, selections or [{}] * len(q_lens), strict=True))",
-    ),
+    "lab/checks/explain/call_features.py": ("zip(q_lens, rows, selections or [{}] * len(q_lens), strict=True)",),
     "lab/checks/explain/diagnosis.py": (
         "features_of_units, wrong, results_of, cases_of = zip(*units, strict=True) if units else ((), (), (), ())",
         "features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]",
