@@ -21,7 +21,7 @@ DECISIVE = (
     *("window_left", "offsets", "causal", "mask", "sinks", "skip_softmax", "lse", "rank", "head_pages"),
     *("longest_request", "max_q_len", "top_k", "entries", "top_k_lens"),
 )
-# Axes with values for which kernels have code of its own in every circumstance, such as calls in which rows select entries.
+# Axes with values for which kernels have separate code in every circumstance, such as calls in which rows select entries.
 OWN_CODE = ("top_k", "entries", "top_k_lens", "head_pages", "rank", "mask")
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
@@ -72,8 +72,8 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
     There are four groups with one query row per request, and four with several rows:
     1. A request has thousands of keys, and at most `FEW` parameters that decide which keys a row sees (`DECISIVE`) differ from
-       their default, of them none of `OWN_CODE`.
-    2. The same, but parameters of `OWN_CODE` may differ too.
+       their default. The parameters in `OWN_CODE` have their default.
+    2. As group 1, but the parameters in `OWN_CODE` may also differ from their default.
     3. A request has thousands of keys, and at most `SEVERAL` other parameters differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
     A model with the axis `causal` has one more group: non-causal calls with fewer keys than rows.
