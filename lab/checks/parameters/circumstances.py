@@ -72,7 +72,7 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
 
     There are four groups with one query row per request, and four with several rows:
     1. A request has thousands of keys, and at most `FEW` parameters that decide which keys a row sees (`DECISIVE`) differ from
-       their default. The parameters in `OWN_CODE` have their default.
+       their default. The parameters in `OWN_CODE` have their default. A model without such parameters has no group 1.
     2. As group 1, but the parameters in `OWN_CODE` may also differ from their default.
     3. A request has thousands of keys, and at most `SEVERAL` other parameters differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
