@@ -7,9 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-Reasons = Mapping[
-    str, tuple[tuple[Any, ...], str]
-]  # argument -> (allowed values, reason why no other value is allowed)
+# Argument -> (allowed values, reason why no other value is allowed).
+Reasons = Mapping[str, tuple[tuple[Any, ...], str]]
 
 # Scratch memory and a launch hint. They change no result, so they may have any value, on any device.
 FREE_ARGUMENTS = (*("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer"), "remapped_sparse_indices_buffer")

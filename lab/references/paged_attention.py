@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, takes
+from lab.calls.entries import entries_first, live_cells
 from lab.calls.entry import with_own_settings
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
@@ -138,9 +139,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
     """Return the same problem with each row as a request, and each entry that it selects as a page of one token."""
-    cells = problem.columns_in_use() & (selected >= 0)
-    entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
-    places = selected.gather(1, entries_first)
+    places = entries_first(torch.where(live_cells(problem), selected, -1))
     end = problem.row_offsets()[-1]  # later rows are padding
     k_cache, v_cache = (
         cache.transpose(1, 2).flatten(0, 1).unsqueeze(2) for cache in (problem.k_cache, problem.v_cache)
@@ -153,7 +152,7 @@ def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> Pag
         v_cache=v_cache,
         k_block_tables=places[:end],
         v_block_tables=places[:end],
-        seq_lens=cells.sum(dim=1, dtype=torch.int32)[:end],
+        seq_lens=(places >= 0).sum(dim=1, dtype=torch.int32)[:end],
         cu_seqlens_q=torch.arange(end + 1, dtype=torch.int32),
         max_q_len=1,
     )

@@ -76,7 +76,7 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return saturated(values, dtype).to(dtype)
 
 
-def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+def quantize_e4m3(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Return `values / scale` in e4m3, saturated at ±448 as engines do."""
     return rounded(values / scale, E4M3)
 

@@ -117,7 +117,7 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only the values of which `taken` has ((axis, value),); None if an axis would have no value."""
+        """Return the model with only those values for which `taken` has ((axis, value),); None if an axis has none left."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 

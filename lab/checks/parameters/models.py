@@ -28,9 +28,8 @@ class CallFamily:
     """The functions with which the judge builds the calls of one attention function."""
 
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
-    forms: tuple[
-        Callable[[BuiltCall], None], ...
-    ]  # change the arguments that only this function has as a configuration says
+    # These functions change the arguments that no other attention function has, as a configuration says.
+    forms: tuple[Callable[[BuiltCall], None], ...]
     redrawn: Callable[..., Any]  # returns the tensors of a case with other lengths and another seed, for a graph replay
 
 

@@ -1,4 +1,4 @@
-"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is key and value at once."""
+"""The paged cache of one layer: K and V in one allocation, or MLA's entries. An MLA entry is key and value at once."""
 
 from dataclasses import dataclass
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lab.calls.entries import entries_first
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -49,9 +50,7 @@ class DecodeContextParallel:
         ``[num_rows]``.
         """
         is_own = (places >= 0) & (places % self.size == self.rank)
-        own_first = (~is_own).to(torch.int8).argsort(dim=1, stable=True)
-        own = torch.where(is_own, places // self.size, -1).gather(1, own_first)
-        return own, is_own.sum(dim=1, dtype=torch.int32)
+        return entries_first(torch.where(is_own, places // self.size, -1)), is_own.sum(dim=1, dtype=torch.int32)
 
 
 def page_size_of_rank(pool: KVPool, size: int) -> int:

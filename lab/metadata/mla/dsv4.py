@@ -59,8 +59,8 @@ class DSV4Layer(MLALayer):
 
 @dataclass(frozen=True, eq=False)
 class DSV4Cache:
-    """The cache of one layer: one entry per token in sliding-window pages, and compressed entries, each of which represents
-    `compress_ratio` tokens. With a ratio of 0 there are no compressed entries.
+    """The cache of one layer: one entry per token in sliding-window pages, and compressed entries. A compressed entry
+    represents `compress_ratio` tokens. With a ratio of 0 there are no compressed entries.
     """
 
     #: contiguous ``[num_entries, head_dim]``: the entries of tokens, page by page, then the compressed entries, page by page

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.entries import entries_first
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.workloads.attention_case import AttentionCase
@@ -52,7 +53,7 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
     if compressed.selected is not None:
-        compressed = replace(compressed, selected=tuple(map(_entries_first, compressed.selected)))
+        compressed = replace(compressed, selected=tuple(map(entries_first, compressed.selected)))
     of_tokens, of_entries = window.selected or (), compressed.selected or (None,) * len(of_window.q_lens)
     selected, keys = [], []
     for (tokens, _), (entries, _), own, others in zip(
@@ -73,7 +74,3 @@ def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: t
         sparse_indices=torch.cat(parts, dim=1),
         sparse_topk_lens=(WINDOW_COLUMNS + lens).to(torch.int32),
     )
-
-
-def _entries_first(selected: Tensor) -> Tensor:
-    return selected.gather(1, (selected < 0).to(torch.int8).argsort(dim=1, stable=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.references.errors import Truth
-from lab.references.softmax_attention import E4M3_MAX, rounded
+from lab.references.softmax_attention import E4M3_MAX, quantize_e4m3
 from lab.workloads.inputs.ragged import RaggedInputs
 
 LARGEST = {torch.int8: 127.0, E4M3: E4M3_MAX}  # absolute value of a quantised element
@@ -43,7 +43,7 @@ def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_b
     head, channel = (torch.arange(size, device=values.device) for size in values.shape[1:])
     values = values.double() * (1 + (head.unsqueeze(1) + channel) % FACTORS)
     v_scales = _scales(values.abs().amax(dim=0), E4M3)
-    v_stored = rounded(values / v_scales.double(), E4M3)
+    v_stored = quantize_e4m3(values, v_scales.double())
     values = v_stored.double() * v_scales.double()
     given: dict[str, Any] = {name: getattr(inputs, name) for name in RaggedInputs.__dataclass_fields__}
     given |= {"query": rows, "with_padding": False}
@@ -71,8 +71,7 @@ def _in_blocks(tokens: Tensor, lens: tuple[int, ...], dtype: torch.dtype, block:
     largest = largest.scatter_reduce(1, of_tokens.expand_as(sizes), sizes, "amax", include_self=False)
     scales = _scales(largest, dtype)
     factors = scales[:, of_tokens].T.unsqueeze(2).double()
-    quotients = tokens / factors
-    stored = rounded(quotients, E4M3) if dtype == E4M3 else quotients.round().to(dtype)
+    stored = quantize_e4m3(tokens, factors) if dtype == E4M3 else (tokens / factors).round().to(dtype)
     return stored.double() * factors, stored, scales
 
 
