@@ -33,9 +33,8 @@ class PreparedCall:
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    refreshes: tuple[
-        Refresh, ...
-    ] = ()  # run before `function`; each computes an argument, such as a contiguous page table
+    # Steps that run before `function`. Each computes an argument, such as a contiguous page table.
+    refreshes: tuple[Refresh, ...] = ()
     returned: Any = None  # the result of each run; None: the result of `function`
 
     def __call__(self) -> Any:

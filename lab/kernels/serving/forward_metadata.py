@@ -115,15 +115,16 @@ def prepare_write_forward_metadata(
         return functools.partial(_write_empty_batch, passes)
     launch = _bind_kernel(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa, v2p)
 
-    # The kernel has only the addresses of the buffers: the default argument keeps the buffers alive.
-    def write(_buffers: Sequence[PassBuffers] = tuple(passes)) -> None:
-        with torch.cuda.device_of(seq_lens):  # Triton launches on the current device
-            launch()
-
-    return write
+    return functools.partial(_launch_on_device_of, seq_lens, launch, tuple(passes))
 
 
 write_forward_metadata = made_at_once(prepare_write_forward_metadata)
+
+
+def _launch_on_device_of(tensor: Tensor, launch: Callable[[], object], _passes: Sequence[PassBuffers]) -> None:
+    # The kernel has only the addresses of the buffers: the argument `_passes` keeps the buffers alive.
+    with torch.cuda.device_of(tensor):  # Triton launches on the current device
+        launch()
 
 
 def _bind_kernel(
