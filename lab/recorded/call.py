@@ -94,9 +94,8 @@ class RecordedCall:
     """The arguments and results of a recorded call. Fields whose values were not recorded have their defaults."""
 
     function: AttentionCall
-    given: Mapping[
-        str, Any
-    ]  #: the arguments by name, without workspace; `out` and `lse` only as dtype, shape and strides
+    #: the arguments by name, without workspace; `out` and `lse` only as dtype, shape and strides
+    given: Mapping[str, Any]
     out: Tensor | None = None  #: the output after the call; None if the call did not return
     lse: Tensor | None = None  #: the LSE after the call; None if the call did not return, or computes none
     versions: Mapping[str, str] = field(default_factory=dict)  #: of each package in the engine's process

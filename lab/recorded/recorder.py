@@ -87,9 +87,8 @@ class Recorder:
     functions: Sequence[ModuleType | str] = ("flashinfer",)
     most_calls: int = 1000  #: the recording ends when this number of files is written
     most_bytes: int = 20 * 10**9  #: the recording ends when the files have this number of bytes
-    before: bool = (
-        False  #: write the inputs before each call, so that they are recorded if the process crashes in the call
-    )
+    #: write the inputs before each call, so that they are recorded if the process crashes in the call
+    before: bool = False
     kept: int = field(default=0, init=False)  #: number of the written files
     kept_bytes: int = field(default=0, init=False)
     judged: list[int] = field(default_factory=list, init=False)  #: numbers of the calls that `Triggers.shadow` judged

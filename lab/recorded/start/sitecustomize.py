@@ -33,9 +33,8 @@ class _FirstImport(MetaPathFinder):
                     self.running -= 1
                 if not self.running and self in sys.meta_path and not sys.modules.keys().isdisjoint(PACKAGES):
                     sys.meta_path.remove(self)
-                    sys.path.append(
-                        os.path.abspath(f"{HERE}/../../..")
-                    )  # last, so that it hides no module of the server
+                    # Last, so that it hides no module of the server.
+                    sys.path.append(os.path.abspath(f"{HERE}/../../.."))
                     try:
                         from lab.recorded.recorder import start_from_environment
 
