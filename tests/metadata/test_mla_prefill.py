@@ -70,11 +70,11 @@ def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
         out=torch.empty(batch.num_tokens, 3, 64, dtype=BF16),
     )
     attend()
-    query.fill_(1e3)
+    query.fill_(300.0)
     attend()
     queries = [arguments["query"] for _, arguments in noted.calls]
     assert [query.dtype for query in queries] == [E4M3, E4M3]
-    assert [query.float().max().item() for query in queries] == [0.3125, 448.0]
+    assert [query.float().max().item() for query in queries] == [0.3125, 288.0]
     assert query.dtype == BF16
 
 
