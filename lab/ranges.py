@@ -224,7 +224,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field for check K18: its own, and if these are the defaults also those of `Option.beyond`."""
+        """Return the values of a field for check K18: those of the field, and if it has its default also `Option.beyond`."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
@@ -289,7 +289,7 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the command-line options that narrow the default ranges to these. The prefix of pytest's options is "--lab-"."""
+    """Return the command-line options that make these ranges from the default ones. pytest's options begin with "--lab-"."""
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():
         value = getattr(ranges, name)

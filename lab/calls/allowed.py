@@ -70,8 +70,11 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Check a call's backend and its values of the arguments in `CHOICES` and `REFUSED`. `backends` are those that the lab
-    models, `others` those that FlashInfer has in addition.
+    """Check the backend of a call, and the arguments of which the lab supports only some values (`CHOICES` and `REFUSED`).
+
+    Args:
+        backends: the backends that the lab models.
+        others: further backends of FlashInfer.
 
     Raises:
         NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
@@ -96,7 +99,7 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if an argument in `required` has another value. `argument`, such as "cp_world=2", requires them."""
+    """Raise ValueError if an argument in `required` has none of its allowed values. `argument` ("cp_world=2") requires them."""
     for name, (allowed, why) in required.items():
         value = getattr(call, name)
         if isinstance(value, torch.Tensor) or value not in allowed:

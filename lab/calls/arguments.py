@@ -23,7 +23,7 @@ RESULTS = ("out", "lse")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the argument, which must be a plain dense tensor with one of the dtypes; no `dtypes`: with any dtype."""
+    """Return `value`, a plain dense tensor with one of the dtypes (with any dtype if none are given). Raises TypeError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     # FakeTensor, DTensor and other such subclasses have no values in their memory.
@@ -37,7 +37,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the argument as an int, which must be at least `least`. `remedy` ends the error message."""
+    """Return `value` as an int. Raise an error that ends with `remedy` if it is not an integer, or is below `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -275,13 +275,15 @@ def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return a tensor for `bmm1_scale`, and a function to call before each run. It writes `bmm1_scale_log2 * log(2)` to it."""
+    """Return a tensor to pass as `bmm1_scale`, and a function that sets this tensor to `bmm1_scale_log2 * log(2)`. Call the
+    function before each run, because the contents of `bmm1_scale_log2` may change.
+    """
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return `out`, which must be contiguous and have the expected shape. `words` describe this shape in the error message."""
+    """Return `out`, which must be contiguous and have the shape `expected`. Errors describe this shape by `words`."""
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
@@ -334,7 +336,7 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if an argument of context parallelism does not have its default value."""
+    """Return True if an argument of context parallelism, such as `cp_world`, does not have its default value."""
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
@@ -361,7 +363,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def check_results_apart(call: Any) -> None:
-    """Raise ValueError if `out` or `lse` shares memory with another tensor of the call, gaps between elements included."""
+    """Raise ValueError if `out` or `lse` shares memory with another tensor, or lies in gaps between its elements."""
     for result, name in overwritten(vars(call)):
         raise ValueError(
             f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
@@ -370,7 +372,7 @@ def check_results_apart(call: Any) -> None:
 
 
 def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ("out" or "lse", the name of an argument that shares memory with it, gaps between elements included)."""
+    """Yield ("out" or "lse", name of an argument with which it shares memory, or between whose elements it lies)."""
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [

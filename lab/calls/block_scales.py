@@ -47,7 +47,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Check SageAttention's scales of a ragged call whose other arguments are checked. Return them; None without scales."""
+    """Check and return SageAttention's scales of a ragged call, whose other arguments are valid. None: it has no scales."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs

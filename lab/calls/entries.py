@@ -15,7 +15,9 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return a bool mask of the cells of the page table, or of `selected`, that name a page or entry which the call reads."""
+    """Return a bool mask of the page table's cells whose pages the call reads. If rows select entries, the mask is of the cells
+    of `selected` whose entries the call reads.
+    """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
     pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
@@ -23,7 +25,7 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def entries_first(cells: Tensor) -> Tensor:
-    """Return cells [num_rows, num_columns] with the entries of each row in their order, followed by its negative cells."""
+    """Sort the cells of each row, [num_rows, num_columns]: first entries, in their old order, then negative cells."""
     return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
@@ -34,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return `page_size` if the offsets `cu_seqlens_kv` count pages; 1 if they count keys or are None."""
+    """Return the unit of the offsets `cu_seqlens_kv`: `page_size` if they count pages; 1 if they count keys or are None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1

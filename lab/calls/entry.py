@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator that turns a function of one `call_type` object into a function with the parameters of `call_type`."""
+    """Return a decorator. It gives the parameters of `call_type` to a function whose only parameter is a `call_type` object."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -40,7 +40,9 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return a function, with the parameters of `prepare`, that prepares a call, makes it once and returns its results."""
+    """Return a function that calls `prepare` and then the function that `prepare` returns. Its parameters are those of
+    `prepare`.
+    """
 
     @functools.wraps(prepare)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -18,7 +18,7 @@ WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if the LSE of a call with these arguments is in base e. Of the backends only CuTe DSL has this default
+    """Return True if the LSE of a call with these arguments is in base e. Base e is the default of the backend CuTe DSL alone
     (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"

@@ -220,7 +220,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return this problem with each query row as its own request, which has the row's first `num_visible` keys."""
+        """Return this problem with each query row as a request, whose keys are the row's first `num_visible` keys."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])

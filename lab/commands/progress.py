@@ -13,7 +13,6 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that shows the progress of a run: as a bar on a terminal, otherwise as one line per minute."""
     from lab.checks.run.verdicts import BROKEN
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

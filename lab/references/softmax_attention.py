@@ -82,7 +82,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Te
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up: torch converts it one element at a time."""
+    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up in a table, because torch is slow."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -235,9 +235,9 @@ def visible_to(
     causal: bool,
     window_left: int,
 ) -> Tensor:
-    """Return which keys the query rows with the indices `rows` see: bool [num_requests (1 without `shown`), len(rows), keys],
-    without the keys after the last one that any of them may see. All requests have `q_len` rows, which are their newest tokens,
-    and `kv_len` keys.
+    """Return which keys the query rows `rows` (indices in the request) see: bool [num_requests, len(rows), keys], where
+    num_requests is 1 without `shown`. Keys after the last key that any of the rows may see are left out. Each request has
+    `kv_len` keys and `q_len` rows, which belong to its newest tokens.
 
     `shown` is a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule.
     """
@@ -325,7 +325,9 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply each head's `rows` [batch, num_qo_heads, q_len, n] by `side` [batch, num_kv_heads, n, m] of its K/V head."""
+    """Return the products of query heads' `rows`, [batch, num_qo_heads, q_len, n], and K/V heads' `side`, [batch, num_kv_heads,
+    n, m].
+    """
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
@@ -381,7 +383,9 @@ def solved_requests(
 
 
 def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield requests of the same numbers of keys and rows, together at most `most` elements of K and V or of scores."""
+    """Yield lists of requests with equal numbers of keys and of rows, each with at most `most` elements of K and V, or of
+    scores.
+    """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:

@@ -46,7 +46,7 @@ def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Seq
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return `truth`, in which each row is a request of its own, regrouped: request i has the next `q_lens[i]` rows."""
+    """Regroup the rows of `truth`, whose requests have one row each: in the result, request i has the next `q_lens[i]` rows."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 

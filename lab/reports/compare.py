@@ -71,7 +71,7 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A row of each side, which measure the same thing, with the comparison of their times or why they are not compared."""
+    """A row of each run, both of the same measurement: the comparison of their times, or why they are not compared."""
 
     identity: Identity
     samples: SampleComparison | None = None

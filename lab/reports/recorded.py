@@ -82,7 +82,7 @@ class RecordedFile:
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return the value at nested keys of the environment, such as "packages", "torch"; None if there is none."""
+        """Return a value of the environment, such as that of fact("packages", "torch"); None if there is none."""
         return value_at(self.environment, keys)
 
 
@@ -155,7 +155,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return (name, value) pairs: scenario, implementation, page size, dtypes, clock and state of the L2 cache."""
+        """Return (name, value) pairs of what was timed: scenario, implementation, page size, dtypes, clock, L2 cache."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -225,7 +225,7 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the environment fields that reports show: the keys of each field, the outermost first, by its heading."""
+    """Return the environment fields that reports show, by heading: the keys that lead to the field, the outermost first."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -233,7 +233,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the environment fields that a comparison shows: (text before, text after) by heading."""
+    """Return the environment fields that a comparison shows: for each heading, (text before, text after)."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (

@@ -76,7 +76,7 @@ def words(value: Any, style: str = "") -> Cell:
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell that shows value * scale with `digits` decimals, or (None) with `SHOWN_DIGITS` significant digits."""
+    """Return a cell with `value * scale`: with `digits` decimals, or for None with `SHOWN_DIGITS` significant digits."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value

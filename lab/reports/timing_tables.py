@@ -33,7 +33,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column that shows `cell`, followed by `note` and `unit` in brackets."""
+    """Return a function that makes a row's cell: the text of `cell`, then in brackets that of `note` with its `unit`."""
 
     def with_note(row: Row) -> Cell:
         plain, noted = cell(row), note(row).text

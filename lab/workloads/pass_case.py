@@ -98,7 +98,7 @@ class PassCase(PassLens):
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set that the pass ignores. `uses`: field -> (is it used, words on who uses it)."""
+        """Raise ValueError if a field is set that the pass ignores. `uses`: field -> (does the pass use it, which ones do)."""
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:

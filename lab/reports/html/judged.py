@@ -31,7 +31,7 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """The result of one check on one function in a recorded report."""
+    """The verdict of one check on one function, as a report records it."""
 
     run: "JudgedRun"
     key: str  #: the check's key

@@ -50,7 +50,7 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and panels in a grid. Return the figure, and the `Axes` as an array [lines, columns].
+    """Make a figure with a title and a grid of panels. Return the figure, and the panels' `Axes` as an array [lines, columns].
 
     `grid` names the axes with grid lines. `log` names the logarithmic axes: "x", "y", "xy" or "".
     """

@@ -40,7 +40,7 @@ TAIL_IDS = {TableTail.NEGATIVE: -1, TableTail.FAR: 2**30}
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a call over a paged cache, and as `histories` each request's K and V, from which results are computed."""
+    """The tensors of a call over a paged cache. Results are computed from `histories`, each request's K and V."""
 
     case: AttentionCase
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
@@ -218,7 +218,7 @@ class AttentionInputs:
         return {"block_tables": places, "sparse_mla_top_k": case.top_k} | lens
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments `kv_cache_sf` and `backend`: of trtllm-gen, whose V factors are `interleaved`, or of XQA."""
+        """Return `kv_cache_sf` and `backend`: "trtllm-gen" if V's scale factors are to be `interleaved`, else "xqa"."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -310,7 +310,9 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return the page table, int32 [len(tables), most_pages + spare_columns]. Foreign ids after a row's pages are in `live`."""
+    """Return the page table, int32 [len(tables), columns]. Columns after a row's pages have ids of `TAIL_IDS` or of `live`
+    pages.
+    """
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)
     if page_id is None:

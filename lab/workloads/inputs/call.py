@@ -63,7 +63,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Use the other call's workspace, and its tensors in place of this call's tensors that equal them."""
+        """Take over the other call's workspace, and its tensors that equal this call's tensors of the same names."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call of `inputs` with the optional arguments and results in `forms`, and without other sinks or masks."""
+    """Return the call of `inputs` with the optional arguments and results in `forms`. Other sinks and masks are removed."""
     fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
     without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
     inputs = replace(inputs, **without)
@@ -137,7 +137,7 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
     """Change the inputs of a call one after another, and yield (what changed, the call with all changes so far). `other` and
-    `moved` have new contents for the same lengths and optional arguments. `moved` also has new page ids.
+    `moved` have the new contents, for the same lengths and optional arguments. `moved` also has new page ids.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:
