@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -65,12 +65,12 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
     lines = []
     for key in checks:
         found = [Box(x, "found") for x, record in ordered if key in record["kills"]]
-        lines.append(Line(f"{key} ({len(found)})", found))
+        lines.append(Line(f"{key} ({len(found)})", _joined(found)))
     lines.append(Line())
     unasked = [Box(x, "none") for x, record in ordered if record["upstream"] is None]
     for place, rule in enumerate(rules):
         passing = [Box(x, "passes") for x, record in ordered if place in (record["upstream"] or ())]
-        lines.append(Line(f"{rule} ({len(passing)})", [*passing, *unasked]))
+        lines.append(Line(f"{rule} ({len(passing)})", [*_joined(passing), *_joined(unasked)]))
     across = {}
     for place, (start, (name, group)) in enumerate(zip(starts, groups.items(), strict=False)):
         # Names of narrow groups are wider than the groups: they take turns at two heights.
@@ -79,6 +79,17 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
     title = f"Which check finds which of {len(records)} mutants, and which upstream rule lets it pass"
     kinds = {kind: replace(look, edge="none") for kind, look in MUTANT_LOOKS.items()}
     return cells_figure(title, lines, kinds, (0, starts[-1]), across=across)
+
+
+def _joined(boxes: Iterable[Box]) -> list[Box]:
+    """Join neighbours in a line, so that a picture of thousands of cells has few patches."""
+    joined: list[Box] = []
+    for box in boxes:
+        if joined and math.isclose(joined[-1].x + joined[-1].width, box.x):
+            joined[-1] = replace(joined[-1], width=joined[-1].width + box.width)
+        else:
+            joined.append(box)
+    return joined
 
 
 def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:

@@ -46,6 +46,9 @@ def drawn_works(mode: ForwardMode) -> ModelWorks:
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
 def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -> None:
     made = drawn_works(mode)
+    replay, outputs = made.replay(ALL_ROWS)
+    replay()
+    made.hold(outputs, ALL_ROWS)
     works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS)}
     for work in works.values():
         assert work.check is not None
@@ -56,18 +59,6 @@ def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -
         with pytest.raises(AssertionError, match="rows of hidden_states are wrong"):
             work.check(work.arguments)
     assert works["eager"].bytes_moved == works["graph"].bytes_moved
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
-def test_a_replay_with_its_copies_is_right(mode: ForwardMode) -> None:
-    made = drawn_works(mode)
-    replay, outputs = made.replay(ALL_ROWS)
-    replay()
-    made.hold(outputs, ALL_ROWS)
-    outputs.logits.zero_()
-    with pytest.raises(AssertionError, match="wrong"):
-        made.hold(outputs, ALL_ROWS)
 
 
 def test_the_copies_are_all_that_a_load_is() -> None:

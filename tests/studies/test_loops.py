@@ -21,32 +21,27 @@ from tests.studies.test_plan_stream import profiled
 from tests.studies.test_step_profile import running_ahead
 
 CPU = torch.device("cpu")
-COPY: dict[str, Any] = {"gpu_us": 1, "host_us": 1}
-PLAN: dict[str, Any] = {"draft_us": 1, "verify_us": 1}
+
+
+COPIES_OF = partial(CopyLoopSettings, gpu_us=1, host_us=1)
+PLANS_OF = partial(PlanLoopSettings, draft_us=1, verify_us=1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "required", "changes", "message"),
+    ("settings", "changes", "message"),
     [
-        (CopyLoopSettings, COPY, {"gpu_us": 0}, "gpu_us=0 must be at least 1"),
-        (CopyLoopSettings, COPY, {"host_us": -1}, "host_us=-1 must be at least 0"),
-        (CopyLoopSettings, COPY, {"steps": 2}, "steps=2 must be at least 3"),
-        (CopyLoopSettings, COPY, {"warm_up_steps": 0}, "warm_up_steps=0 must be at least 1"),
-        (PlanLoopSettings, PLAN, {"draft_us": 0}, "draft_us=0 must be at least 1"),
-        (PlanLoopSettings, PLAN, {"repeats": 0}, "repeats=0 must be at least 1"),
-        (
-            PlanLoopSettings,
-            PLAN,
-            {"max_context_len": 4159},
-            "max_context_len=4159 must hold the 4160 tokens of the last step",
-        ),
+        (COPIES_OF, {"gpu_us": 0}, "gpu_us=0 must be at least 1"),
+        (COPIES_OF, {"host_us": -1}, "host_us=-1 must be at least 0"),
+        (COPIES_OF, {"steps": 2}, "steps=2 must be at least 3"),
+        (COPIES_OF, {"warm_up_steps": 0}, "warm_up_steps=0 must be at least 1"),
+        (PLANS_OF, {"draft_us": 0}, "draft_us=0 must be at least 1"),
+        (PLANS_OF, {"repeats": 0}, "repeats=0 must be at least 1"),
+        (PLANS_OF, {"max_context_len": 4159}, "must hold the 4160 tokens of the last step"),
     ],
 )
-def test_a_loop_that_cannot_be_measured_is_refused(
-    settings: Any, required: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+def test_a_loop_that_cannot_be_measured_is_refused(settings: Any, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        settings(**required | changes)
+        settings(**changes)
 
 
 @pytest.fixture

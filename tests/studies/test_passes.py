@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
+from lab.kernels import support
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import Ceilings, GpuWork, measure_ceilings
 from lab.workloads.batches import parse_batch
@@ -110,82 +112,9 @@ def test_every_variant_is_right_in_an_output_of_its_own(name: str, request: pyte
     assert len(plans) == ("MLA" in name)  # for two calls
 
 
-class Rows(NamedTuple):
-    """A point, what its study says of a variant, the rates of its GPU, and what each row must have."""
-
-    point: Point
-    facts_of: FactsOf
-    ceilings: Ceilings
-    expected: Sequence[Mapping[str, Any]]
-
-
 def speeds(*, baseline: int) -> list[dict[str, Any]]:
     """The times of `measured_interleaved` and the speeds in times that of a variant."""
-    return [{"median_us": 10.0 + i, "speed_of_baseline": round((10.0 + baseline) / (10 + i), 3)} for i in range(3)]
-
-
-def rows_of_all() -> dict[str, Rows]:
-    floor = {
-        "floor_us": pytest.approx(10.17, abs=0.01),
-        "floor_bound": "matrix",
-        "floor_bytes": 140 * 2 * 256 + 24 * 256,
-    }
-    sizes = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "longest_kv_len": 70, "q_len": 2}
-    # 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes. The rows of a request see 69
-    # and 70 keys: 278 pairs of two requests.
-    work = {"bytes_moved": 140 * 2 * 256 + 24 * 256, "operations": 4 * 64 * 6 * 278}
-    small = {"group": "small", "point": "2q2s70", "mode": "target_verify", **sizes, **floor, **work}
-    # Keys 46 to 69 of two pages.
-    window = {"bytes_moved": 24 * 512 + 6 * 256, "floor_bytes": 128 * 512 + 6 * 256, "floor_us": pytest.approx(8.384)}
-    # 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
-    decoded = {"mode": "decode", "point": "2q1s70/2 heads", "heads": 2, "kv_tokens": 140, "floor_bound": "memory"}
-    decoded |= {
-        "bytes_moved": 8960 + 384,
-        "operations": 26_880,
-        "floor_us": pytest.approx(2.336),
-        "baseline": "wrapper",
-    }
-    # Rows of a request see 67, 68, 69 and 70 keys: 548 pairs of two requests, and 8 rows of 2 heads.
-    verified = {"mode": "target_verify", "q_len": 4, "query_tokens": 8, "bytes_moved": 8960 + 1536}
-    verified |= {"operations": 2 * 2 * 548 * 48, "floor_us": pytest.approx(5.261, abs=1e-3), "floor_bound": "matrix"}
-    extended = {"point": "2q4s70", "q_len": 4, "requests": 2, "kv_len": 70, "floor_us": pytest.approx(0.104, abs=1e-3)}
-    calls, decode, context = [1, 2, 4], {"call": DECODE.value}, {"call": CONTEXT.value}
-    wrapper = {"kernel": "BatchMLAPagedAttentionWrapper with FA3", "plan": mla_decode.PLANNED}
-    window_case = scenario("decode/tiny/1q1s70/window")
-    return {
-        "split": Rows(
-            split(UNEQUAL[0], REFERENCES),
-            decode_split.facts_of,
-            SLOWER,
-            [{"calls": number} | speed for number, speed in zip(calls, speeds(baseline=0), strict=True)],
-        ),
-        "extend": Rows(
-            extend(),
-            draft_extend_kernels.facts_of,
-            CEILINGS,
-            [extended | call | {"samples_us": [10.0 + i] * 3} for i, call in enumerate((decode, context, decode))],
-        ),
-        "small": Rows(
-            small_kv(SMALL, SPEED, BANDWIDTH),
-            kv_read_once.facts_of,
-            SLOWER,
-            [small | {"kernel": "portable", "iqr_us": 0.0} | speeds(baseline=1)[0], small | speeds(baseline=1)[1]],
-        ),
-        "window": Rows(small_kv(window_case, BANDWIDTH), kv_read_once.facts_of, SLOWER, [window, window]),
-        "MLA": Rows(
-            mla_decode.point_of(small_mla()),
-            mla_decode.facts_of,
-            SLOW,
-            [
-                decoded | {"kernel": "portable", "plan": None, "floor_percent": 23.36} | speeds(baseline=1)[0],
-                decoded | wrapper | {"floor_percent": 21.236, "targets": []} | speeds(baseline=1)[1],
-            ],
-        ),
-        "MLA verify": Rows(mla_decode.point_of(small_mla(4)), mla_decode.facts_of, SLOW, [verified] * 2),
-    }
-
-
-ROWS = rows_of_all()
+    return [{"median_us": 10.0 + i, "speed_of_baseline": round((10.0 + baseline) / (10 + i), 3)} for i in range(2)]
 
 
 # What differs with the trace, which was not the lab's own in the recorded runs. Recorded host times have no floor.
@@ -224,17 +153,78 @@ def test_the_points_are_those_of_the_recorded_run(study: Any, monkeypatch: pytes
     assert study.facts().get("skipped") == recording.get("skipped")
 
 
+def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, wrapper = mla_decode.variants_of(small_mla())
+    work = GpuWork.of(print, 1, query=SimpleNamespace(device=torch.device("cuda")))
+    for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
+        monkeypatch.setattr(support, "capability_of", lambda device, capability=capability: capability)
+        assert passes.kernel_of(wrapper, work).endswith(name)
+
+
 def test_an_e4m3_cache_is_an_option_of_mla() -> None:
     cases = mla_decode.MLADecode(kv_dtype="e4m3").cases()
     assert {(case.dtype, case.kv_dtype) for case in cases} == {(torch.bfloat16, torch.float8_e4m3fn)}
 
 
+# 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes. The rows of a request see 69
+# and 70 keys: 278 pairs of two requests.
+OF_SMALL = {
+    "group": "small",
+    "point": "2q2s70",
+    "bytes_moved": 140 * 2 * 256 + 24 * 256,
+    "operations": 4 * 64 * 6 * 278,
+}
+OF_SMALL |= {
+    "floor_us": pytest.approx(10.17, abs=0.01),
+    "floor_bound": "matrix",
+    "floor_bytes": OF_SMALL["bytes_moved"],
+}
+# Keys 46 to 69 of two pages.
+OF_WINDOW = {"bytes_moved": 24 * 512 + 6 * 256, "floor_bytes": 128 * 512 + 6 * 256, "floor_us": pytest.approx(8.384)}
+# 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
+OF_MLA = {"point": "2q1s70/2 heads", "bytes_moved": 8960 + 384, "operations": 26_880, "baseline": "wrapper"}
+OF_MLA |= {"floor_us": pytest.approx(2.336), "floor_bound": "memory"}
+WRAPPER = {"kernel": "BatchMLAPagedAttentionWrapper with FA3", "plan": mla_decode.PLANNED, "targets": []}
+FASTER, SLOWER_ROW = speeds(baseline=1)
+
+
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu", "plans")
-@pytest.mark.parametrize("name", ROWS)
-def test_a_point_makes_a_row_per_variant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("point", "facts_of", "ceilings", "expected"),
+    [
+        (
+            small_kv(SMALL, SPEED, BANDWIDTH),
+            kv_read_once.facts_of,
+            SLOWER,
+            [OF_SMALL | {"kernel": "portable", "iqr_us": 0.0} | FASTER, OF_SMALL | SLOWER_ROW],
+        ),
+        (
+            small_kv(scenario("decode/tiny/1q1s70/window"), BANDWIDTH),
+            kv_read_once.facts_of,
+            SLOWER,
+            [OF_WINDOW, OF_WINDOW],
+        ),
+        (
+            mla_decode.point_of(small_mla()),
+            mla_decode.facts_of,
+            SLOW,
+            [
+                OF_MLA | {"kernel": "portable", "plan": None, "floor_percent": 23.36} | FASTER,
+                OF_MLA | {"floor_percent": 21.236} | WRAPPER | SLOWER_ROW,
+            ],
+        ),
+    ],
+    ids=["small", "window", "MLA"],
+)
+def test_a_point_makes_a_row_per_variant(
+    point: Point,
+    facts_of: FactsOf,
+    ceilings: Ceilings,
+    expected: Sequence[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
-    point, facts_of, ceilings, expected = ROWS[name]
     found = measure_point(point, gpu_works, TimingPlan(ceilings, samples=3), facts_of)
     assert (found.declined, found.wrong) == ([], [])
     assert [row["arm"] for row in found.rows] == [variant.name for variant in point.variants]
@@ -263,58 +253,37 @@ def made_up(point: Point) -> PointRows:
     return PointRows(rows, declined if max(point.variants[0].case.q_lens) == 4 else [])
 
 
-# Of a command: its points, what it records besides, and words that it prints.
-COMMANDS: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
-    "decode-split lab.references --splits 1,2,2 --only decode/tiny/2q1s70": (
-        ["decode/tiny/2q1s70 on lab.references"],
-        {
-            "savings": [
-                {
-                    "point": "decode/tiny/2q1s70 on lab.references",
-                    "calls": 2,
-                    "whole_us": 20.0,
-                    "saved_us": 10.0,
-                    "saved_percent": 50.0,
-                }
-            ]
-        },
-        ["1 call", "2 calls"],
-    ),
-    "draft-extend-kernels --q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048": (
-        ["q2s1k", "q4s1k"],
-        {
-            "crossovers": [
-                {
-                    "requests": 1,
-                    "kv_len": 1024,
-                    "context_over_decode": {"2": 0.667, "4": 0.667},
-                    "context_faster_from_q_len": 2,
-                }
-            ],
-            "most_keys": 2048,
-        },
-        ["30.0 / 20.0 (0.67)", "declined: q4s1k, portable decode: not [here]", "1 declined, 2 skipped"],
-    ),
-    "kv-read-once --only extend,unequal": (
-        [point.name for group in ("extend", "unequal") for point in of_group(group)],
-        {"targets": {"passed": 1, "missed": 1, "not_compared": 0}, "host": []},
-        ["1 x the speed of flashinfer: missed by 0.25", "targets: 1 passed, 1 missed, 0 not compared"],
-    ),
-    "mla-decode --shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3": (
-        ["2q1s1k/16 heads", "2q4s1k/16 heads"],
-        {"targets": {"passed": 0, "missed": 2, "not_compared": 0}},
-        ["0.8 x the speed of wrapper: missed by 0.05", "declined: 2q4s1k/16 heads, wrapper: not [here]"],
-    ),
-}
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_records_every_point_and_prints_the_answer(line: str, command: Command) -> None:
-    points, recorded, printed = COMMANDS[line]
+@pytest.mark.parametrize(
+    ("line", "points", "printed"),
+    [
+        (
+            "decode-split lab.references --splits 1,2,2 --only decode/tiny/2q1s70",
+            ["decode/tiny/2q1s70 on lab.references"],
+            ["1 call", "2 calls"],
+        ),
+        (
+            "draft-extend-kernels --q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048",
+            ["q2s1k", "q4s1k"],
+            ["30.0 / 20.0 (0.67)", "declined: q4s1k, portable decode: not [here]", "1 declined, 2 skipped"],
+        ),
+        (
+            "kv-read-once --only extend,unequal",
+            [point.name for group in ("extend", "unequal") for point in of_group(group)],
+            ["1 x the speed of flashinfer: missed by 0.25", "targets: 1 passed, 1 missed, 0 not compared"],
+        ),
+        (
+            "mla-decode --shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3",
+            ["2q1s1k/16 heads", "2q4s1k/16 heads"],
+            ["0.8 x the speed of wrapper: missed by 0.05", "declined: 2q4s1k/16 heads, wrapper: not [here]"],
+        ),
+    ],
+)
+def test_a_command_records_every_point_and_prints_the_answer(
+    line: str, points: list[str], printed: list[str], command: Command
+) -> None:
     done = command(f"{line} --samples 5", made_up)
     assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, COLD, 5)] * len(points))
     assert list(dict.fromkeys(row["point"] for row in done.recorded["rows"])) == points
-    assert done.recorded | recorded == done.recorded
     assert (done.recorded["wrong"], done.recorded["samples"], done.recorded["method"]) == ([], 5, str(COLD))
     assert done.recorded["environment"] == {"gpu": "simulated", "ceilings": CEILINGS.facts()}
     said = " ".join(done.printed.split())

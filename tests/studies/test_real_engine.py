@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab import references
-from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, page_table, pages_of
+from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, pages_of
 
 PAGE = 4
 
@@ -20,21 +20,6 @@ def slots_of(pages: list[int], kv_len: int) -> list[int]:
 
 def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def test_slots_become_a_page_table_with_shared_and_unordered_pages() -> None:
-    requests = [([5, 2, 9], 9), ([5], 4), ([5, 0], 5), ([7], 1)]
-    slots = torch.tensor([slot for pages, kv_len in requests for slot in slots_of(pages, kv_len)])
-    found = page_table(slots, offsets([kv_len for _, kv_len in requests]), PAGE, 9)
-    assert found.dtype == torch.int32
-    assert found.is_contiguous()
-    assert found.tolist() == [[5, 2, 9], [5, 0, 0], [5, 0, 0], [7, 0, 0]]
-
-
-def test_the_longest_request_sets_the_columns() -> None:
-    slots = torch.tensor(slots_of([3, 1], 8))
-    assert page_table(slots, offsets([8]), PAGE, 8).tolist() == [[3, 1]]
-    assert page_table(slots[:5], offsets([5]), PAGE, 5).tolist() == [[3, 1]]
 
 
 class Cache:

@@ -56,12 +56,6 @@ def test_without_an_option_the_settings_are_the_studys(name: str, monkeypatch: p
         assert others
 
 
-def test_options_of_several_values_make_all_combinations_of_a_loop() -> None:
-    loops = study_named("length_copy").of(gpu_us=(1.0, 2.0), host_us=(0.0, 3.0), steps=7).loops
-    assert [(loop.gpu_us, loop.host_us) for loop in loops] == [(1, 0), (1, 3), (2, 0), (2, 3)]
-    assert {loop.steps for loop in loops} == {7}
-
-
 @pytest.mark.parametrize("name", STUDIES)
 def test_each_is_a_command_that_can_write_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{line_of(name)} --help") == 0

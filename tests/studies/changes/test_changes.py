@@ -82,29 +82,6 @@ def test_a_slower_replay_contradicts_25002() -> None:
     assert answer.verdict == "holds in part"
 
 
-def test_what_25002_does_not_claim_does_not_count() -> None:
-    recording = recorded("draft_extend_graph")
-    before = judged(25002, recording).verdict
-    for row in recording["modes"]:
-        if row["mode"] == "decode" and row["arm"] == "graph":
-            row["completion_us"] = row["median_us"] = 1e6
-    answer = judged(25002, recording)
-    assert answer.verdict == before
-    assert any(aspect.count(Standing.FAILS) for aspect in answer.aspects if not aspect.of_claim)
-
-
-def test_a_top_k_that_costs_nothing_is_not_shown_to_be_dead_weight() -> None:
-    recording = recorded("draft_extend_graph")
-    plain = {
-        (row["batch_size"], row["num_draft_tokens"]): row for row in recording["forms"] if row["form"] == "all rows"
-    }
-    for row in recording["forms"]:
-        if row["form"] == "all rows with top-k":
-            row["median_us"] = plain[row["batch_size"], row["num_draft_tokens"]]["median_us"]
-    topk = judged(25002, recording).aspects[1]
-    assert counts(topk) == (0, 0, len(plain))
-
-
 # --- 25925
 
 
@@ -205,14 +182,3 @@ def test_a_mask_that_costs_more_than_is_saved_contradicts_26824() -> None:
     assert "5,000 µs" in answer.notes[0]
     recording["verify_masks"] = []
     assert judged(26824, recording).aspects[2].verdict == "not recorded"
-
-
-def test_a_copy_that_costs_nothing_cannot_be_told() -> None:
-    recording = recorded("length_copy")
-    rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
-    for (gpu_us, host_us, variant), row in rows.items():
-        if variant == "with the copy":
-            other = rows[gpu_us, host_us, "without the copy"]
-            row |= {name: other[name] for name in ("runs", "unprofiled_step_us")}
-    steps = judged(26824, recording).aspects[1]
-    assert counts(steps) == (0, 0, len(rows) // 2)

@@ -5,12 +5,9 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import lab.references
-from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
-from lab.metadata.engine.graph_inputs import StaticInputs
+from lab.metadata import ForwardMode, SpecInfo
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
 from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
@@ -74,22 +71,6 @@ def num_pages(prefix_len: int) -> int:
 
 
 @IN_INTERPRETER
-def test_which_cells_a_replay_writes() -> None:
-    replays = Replays()
-    written = written_cells(static_buffers(replays.graph), replays.replay(SECOND))
-    rows = len(SECOND) * WIDTH
-    for name in ("seq_lens", "req_pool_indices", "extend_seq_lens", "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k"):
-        assert bool(written[name].all()), name
-    assert bool(written["out_cache_loc"].all())
-    for name in ("input_ids", "hidden_states"):
-        assert written[name].tolist() == [True] * rows + [False] * (8 - rows), name
-    assert written["select_index"].tolist() == [True] * 3 + [False]
-    width = replays.model.pool.block_table_width
-    pages = [num_pages(prefix_len) for prefix_len in SECOND] + [1]  # padding has one token
-    assert written["page_table"].tolist() == [[c < each for c in range(width)] for each in pages]
-
-
-@IN_INTERPRETER
 def test_looking_leaves_the_buffers_as_the_replay_does() -> None:
     def contents(replays: Replays) -> dict[str, list[Any]]:
         return {name: tensor.tolist() for name, tensor in static_buffers(replays.graph).items()}
@@ -125,20 +106,6 @@ def test_a_smaller_captured_size_leaves_the_rest_alone() -> None:
     assert states["input_ids"] == [LIVE] * 2 + [STALE_READ] * 2 + [STALE] * 4
     assert states["cu_seqlens_q"] == [LIVE, LIVE, PADDING, STALE, STALE]
     assert not {LIVE, PADDING, STALE_READ} & {each for row in states["page_table"][2:] for each in row}
-
-
-@IN_INTERPRETER
-def test_padding_that_is_not_reset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in SGLang 0.5.12, whose padded rows kept the request rows of an earlier batch."""
-
-    def load(self: StaticInputs, batch: ForwardBatch, batch_size: int) -> None:
-        kept: Tensor = self.req_pool_indices.clone()
-        resets(self, batch, batch_size)
-        self.req_pool_indices[batch.batch_size :] = kept[batch.batch_size :]
-
-    resets = StaticInputs.load
-    monkeypatch.setattr(StaticInputs, "load", load)
-    assert Replays().buffers_after(FIRST, SECOND).states["req_pool_indices"] == [LIVE] * 3 + [STALE_READ]
 
 
 @IN_INTERPRETER
@@ -200,14 +167,3 @@ def test_variants_are_bars_with_marks_of_their_parts() -> None:
     assert [x for x, _ in marks(axes)] == [5.0, 7.0, 3.0, 30.0]
     assert [line.get_markerfacecolor() for line in axes.lines[1::2]] == ["black", "white"]
     assert {"1 request", "90", "40", "the same, clocks held back (power limit)"} <= set(words(figure))
-
-
-def test_a_row_of_hidden_states_is_one_cell() -> None:
-    """Written when all of it is."""
-    hidden_states = torch.zeros(2, 3)
-
-    def replay() -> None:
-        hidden_states[0] = 5.0
-        hidden_states[1, :2] = 5.0
-
-    assert written_cells({"hidden_states": hidden_states}, replay)["hidden_states"].tolist() == [True, False]

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from studies.pictures.draft_extend_kernels import (
     CONTEXT_COLOUR,
     DECODE_COLOUR,
-    NOT_MEASURED,
     crossover_figure,
     floor_share_figure,
     point_figure,
@@ -45,63 +44,44 @@ SOME_ROWS = [
 ]
 
 
-def cells(figure: Figure) -> dict[str, str]:
-    """What stands in each cell, by its gid: the text whose place is in its middle."""
+def cells(figure: Figure) -> dict[str, tuple[int, int, str]]:
+    """Column, line and text of each cell, by its gid."""
     (axes,) = figure.axes
     texts = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
-    return {gid: texts[place_of(patch)] for gid, patch in by_gid(figure).items()}
+    places = {gid: (int(patch.get_x()), int(patch.get_y())) for gid, patch in by_gid(figure).items()}
+    return {gid: (*place, texts[place]) for gid, place in places.items()}
 
 
-def place_of(patch: Any) -> tuple[int, int]:
-    """Column and line of a cell."""
-    return int(patch.get_x()), int(patch.get_y())
-
-
-def test_a_cell_is_the_ratio_of_the_calls() -> None:
-    assert cells(crossover_figure(SOME_ROWS, "map")) == {
-        "1 1024 1": "10",
-        "4 1024 1": "3.0",
-        "1 4096 1": "2.0",
-        "4 4096 1": "1.5",
-        "1 1024 8": "0.95",
-        "4 1024 8": "0.50",
-        "1 4096 8": "1.0",
-    }
-
-
-def test_cells_lie_where_requests_and_keys_are() -> None:
+def test_a_cell_is_the_ratio_of_the_calls_and_says_which_is_faster() -> None:
     figure = crossover_figure(SOME_ROWS, "map")
+    assert cells(figure) == {
+        "1 1024 1": (0, 1, "10"),
+        "4 1024 1": (0, 2, "3.0"),
+        "1 4096 1": (1, 1, "2.0"),
+        "4 4096 1": (1, 2, "1.5"),
+        "1 1024 8": (3, 1, "0.95"),
+        "4 1024 8": (3, 2, "0.50"),
+        "1 4096 8": (4, 1, "1.0"),
+    }
     (axes,) = figure.axes
+    assert [(int(patch.get_x()), int(patch.get_y())) for patch in axes.patches if patch.get_hatch()] == [(4, 2)]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "4K"] * 2
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1 request", "4 requests"]
     assert {"1 query row per request", "8 query rows per request", "keys per request"} <= set(words(figure))
-    places = {gid: place_of(by_gid(figure)[gid]) for gid in ("1 1024 1", "4 1024 1", "1 4096 1", "1 1024 8")}
-    assert places == {"1 1024 1": (0, 1), "4 1024 1": (0, 2), "1 4096 1": (1, 1), "1 1024 8": (3, 1)}
-
-
-def test_colours_and_frames_say_which_call_is_faster() -> None:
-    figure = crossover_figure(SOME_ROWS, "map")
     assert by_gid(figure)["1 1024 1"].get_facecolor() == to_rgba(DECODE_COLOUR)
     assert by_gid(figure)["4 1024 8"].get_facecolor() == to_rgba(CONTEXT_COLOUR)
-    framed = {patch.get_gid() for patch in figure.axes[0].patches if patch.get_edgecolor() == to_rgba("black")}
+    framed = {patch.get_gid() for patch in axes.patches if patch.get_edgecolor() == to_rgba("black")}
     assert framed == {"1 1024 8", "4 1024 8"}  # ratios 0.95 and 0.50, not that of exactly 1
 
 
-def test_what_was_not_measured_is_hatched() -> None:
-    figure = crossover_figure(SOME_ROWS, "map")
-    hatched = [place_of(patch) for patch in figure.axes[0].patches if patch.get_hatch()]
-    assert hatched == [(4, 2)]  # of the second panel: 4 requests of 4,096 keys
-    assert NOT_MEASURED.hatch
-
-
 def test_shares_are_floors_over_times() -> None:
-    figure = floor_share_figure(SOME_ROWS, "shares", q_lens=(1, 8))
     shares = {
         f"{variant} {' '.join(map(str, point))}": f"{100 * 2 * point[2] / time:.0f}"
         for point, times in TIMES.items()
         for variant, time in zip(("decode", "context"), times, strict=True)
     }
-    assert cells(figure) == shares
+    found = cells(floor_share_figure(SOME_ROWS, "shares", q_lens=(1, 8)))
+    assert {gid: text for gid, (*_, text) in found.items()} == shares
 
 
 def test_cuts_run_through_the_point() -> None:

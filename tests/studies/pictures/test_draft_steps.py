@@ -1,6 +1,5 @@
 """What is drawn of a multi-step draft: its artists, held against the reference's lists and against the rows handed in."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lab.metadata.speculation.draft_steps import (
 from lab.references import generate_draft_decode_kv_indices
 from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.pictures.draft_steps import (
+    PLANS,
     built_figure,
     claim_figure,
     draft_times_figure,
@@ -35,12 +35,10 @@ Built = tuple[ForwardBatch, KVPool, PreparedDraft, DraftBuffers]
 def built(
     prefix_lens: tuple[int, ...] = PREFIX_LENS,
     num_steps: int = NUM_STEPS,
-    page_size: int = P,
-    attention: DraftAttention = DraftAttention.MHA,
     plan: DraftPlan = DraftPlan.COMMON_TEMPLATE,
 ) -> Built:
-    verify, pool = build_verify(DraftCase(prefix_lens, num_steps, page_size, 64), torch.device("cpu"))
-    draft = MultiStepDraft(attention, num_steps, plan)
+    verify, pool = build_verify(DraftCase(prefix_lens, num_steps, P, 64), torch.device("cpu"))
+    draft = MultiStepDraft(DraftAttention.MHA, num_steps, plan)
     buffers = allocate_draft(draft, pool, len(prefix_lens))
     prepared = prepare_draft(draft, draft_decode(verify), pool, buffers)
     prepared.write()
@@ -92,25 +90,6 @@ def test_the_pages_drawn_cover_the_lengths() -> None:
     assert "step 2: seq_lens" not in said
 
 
-def test_requests_are_drawn_apart() -> None:
-    figure = built_figure(*built(), "drawn")
-    ends = {
-        request: [
-            edge
-            for patch in figure.axes[0].patches
-            if patch.get_gid().split()[2] == str(request)
-            for edge in (patch.get_x(), patch.get_x() + patch.get_width())
-        ]
-        for request in range(2)
-    }
-    assert max(ends[0]) < min(ends[1])
-
-
-def test_mla_is_told_the_same_length_in_each_step() -> None:
-    figure = built_figure(*built((5,), 3, 32, DraftAttention.MLA), "MLA")
-    assert [line.get_xdata()[1] for line in figure.axes[0].lines] == [5, 5]
-
-
 def a_row(kernel: str, requests: int, tokens: int, median_us: float, num_steps: int = 3) -> dict[str, Any]:
     return {
         "point": f"{requests}x{tokens}/steps{num_steps}",
@@ -126,66 +105,35 @@ def a_row(kernel: str, requests: int, tokens: int, median_us: float, num_steps: 
 
 def some_rows() -> list[dict[str, Any]]:
     """Each with a time of its own, longer requests first; among them what must not be drawn."""
-    kernels = (
-        *(
-            f"{attention} {plan}"
-            for attention in ("mha", "mla")
-            for plan in ("common_template", "per_step", "one_launch")
-        ),
-        "mha common_template eager",
-        "serial",
-        "spread",
-    )
+    plans = [f"{attention} {plan}" for attention in ("mha", "mla") for plan in PLANS]
+    kernels = (*plans, "mha common_template eager", "serial", "spread")
     shapes = [(kernel, n, t, s) for kernel in kernels for n in (1, 8) for t in (8192, 1024) for s in (3, 2)]
     rows = [a_row(kernel, n, t, 10.0 + i, s) for i, (kernel, n, t, s) in enumerate(shapes)]
     traced = [row | {"point": "trace8/steps3", "median_us": 1e6} for row in rows[::8]]
     return traced + rows
 
 
-def time_of(rows: list[dict[str, Any]], **wanted: Any) -> float:
-    """Of the row whose requests are equal."""
-    uniform = [row for row in rows if not row["point"].startswith("trace")]
-    (found,) = [row["median_us"] for row in uniform if all(row[name] == value for name, value in wanted.items())]
-    return float(found)
-
-
-def test_each_panel_has_its_rows_times() -> None:
+def test_each_panel_has_the_times_of_its_rows() -> None:
     rows = some_rows()
-    figure = draft_times_figure(rows, "times")
-    panels = [(attention, n) for attention in ("mha", "mla") for n in (1, 8)]
-    for axes, (attention, n) in zip(figure.axes, panels, strict=True):
+    time_of = {(row["kernel"], row["point"]): row["median_us"] for row in rows if "trace" not in row["point"]}
+
+    def over_tokens(kernel: str, requests: int, steps: int) -> list[tuple[int, float]]:
+        return [(tokens, time_of[kernel, f"{requests}x{tokens}/steps{steps}"]) for tokens in (1024, 8192)]
+
+    panels = [(attention, requests) for attention in ("mha", "mla") for requests in (1, 8)]
+    for axes, (attention, requests) in zip(draft_times_figure(rows, "times").axes, panels, strict=True):
+        assert curves(axes) == [over_tokens(f"{attention} {plan}", requests, 3) for plan in PLANS]
+    for axes, requests in zip(lists_figure(rows, "lists", num_steps=2).axes, (1, 8), strict=True):
+        serial, spread = (over_tokens(kernel, requests, 2) for kernel in ("serial", "spread"))
+        assert curves(axes) == [serial, spread, [(tokens, time_us / 4) for tokens, time_us in serial]]
+    for axes, attention in zip(steps_figure(rows, "steps", requests=8, tokens=1024).axes, ("mha", "mla"), strict=True):
         assert curves(axes) == [
-            [
-                (t, time_of(rows, kernel=f"{attention} {plan}", requests=n, kv_tokens=n * t, num_steps=3))
-                for t in (1024, 8192)
-            ]
-            for plan in ("common_template", "per_step", "one_launch")
-        ]
-
-
-def test_the_lists_stand_above_their_floor() -> None:
-    rows = some_rows()
-    figure = lists_figure(rows, "lists", num_steps=2)
-    for axes, n in zip(figure.axes, (1, 8), strict=True):
-        serial, spread = (
-            [(t, time_of(rows, kernel=kernel, requests=n, kv_tokens=n * t, num_steps=2)) for t in (1024, 8192)]
-            for kernel in ("serial", "spread")
-        )
-        assert curves(axes) == [serial, spread, [(t, time / 4) for t, time in serial]]
-
-
-def test_steps_are_those_of_one_point() -> None:
-    rows = some_rows()
-    figure = steps_figure(rows, "steps", requests=8, tokens=1024)
-    for axes, attention in zip(figure.axes, ("mha", "mla"), strict=True):
-        assert curves(axes) == [
-            [(s, time_of(rows, kernel=f"{attention} {plan}", requests=8, kv_tokens=8192, num_steps=s)) for s in (2, 3)]
-            for plan in ("common_template", "per_step", "one_launch")
+            [(steps, time_of[f"{attention} {plan}", f"8x1024/steps{steps}"]) for steps in (2, 3)] for plan in PLANS
         ]
 
 
 def test_the_claim_stands_beside_what_was_measured() -> None:
-    claim: Mapping[str, Any] = {
+    claim: dict[str, Any] = {
         "gpu_saving_us_per_draft_mla": {"1x80k/steps3": 100.0, "4x80k/steps3": 120.0},
         "host_saving_us_per_draft": {"static buffers": 30.0},
         "implied_saving_us_per_iteration": 240.0,

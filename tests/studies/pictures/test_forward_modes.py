@@ -12,7 +12,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, b
 from lab.references.forward_metadata import forward_metadata
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
-from studies.pictures.forward_modes import reading_figure, request_reads
+from studies.pictures.forward_modes import reading_figure
 from tests.reports.pictures.figures import gids, words
 
 P = 4
@@ -87,16 +87,10 @@ def test_lengths_and_pages_are_named(name: str) -> None:
     assert any(word.startswith(forward.plan[0].call.value) for word in said)
 
 
-def test_rulers_are_as_long_as_the_lengths() -> None:
-    figure = drawn(a_pass("target_verify"))
-    rulers = [line.get_xdata()[1] for line in figure.axes[0].lines if len(line.get_xdata()) == 2]
-    assert rulers == [9, 13, 0, 4]
-
-
-def test_the_dot_is_the_rows_own_token() -> None:
-    figure = drawn(a_pass("target_verify"))
-    dots = [line.get_xdata()[0] for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
-    assert dots == [9.5, 10.5, 11.5, 12.5, 0.5, 1.5, 2.5, 3.5]
+def test_rulers_are_the_lengths_and_dots_the_rows_own_tokens() -> None:
+    lines = [line.get_xdata() for line in drawn(a_pass("target_verify")).axes[0].lines]
+    assert [end for _, end in (line for line in lines if len(line) == 2)] == [9, 13, 0, 4]
+    assert [line[0] for line in lines if len(line) == 1] == [9.5, 10.5, 11.5, 12.5, 0.5, 1.5, 2.5, 3.5]
 
 
 def test_a_forgotten_offset_is_keys_missed() -> None:
@@ -118,14 +112,6 @@ def test_a_second_offset_is_keys_that_are_not_the_rows() -> None:
     surplus = {(row, position) for kind, row, position in cells(figure) if kind == "surplus"}
     assert surplus == {(row, own + k) for row, own in enumerate([*range(9, 13), *range(6, 10)]) for k in range(1, 5)}
     assert {entry for entry in cells(figure) if entry[0] != "surplus"} == set(visible_pairs("draft_extend_v2"))
-
-
-def test_reads_know_what_is_in_a_slot() -> None:
-    forward = a_pass("target_verify")
-    first, second = request_reads(forward.batch, forward.pool, forward.metadata)
-    assert [first.kind(position) for position in (0, 8, 9, 12, 13)] == ["cached", "cached", "new", "new", "empty"]
-    assert (first.tokens, first.new, first.rows, second.rows) == (13, 4, range(4), range(4, 8))
-    assert second.kind(0) == "new"
 
 
 def idle() -> tuple[ForwardBatch, KVPool, TRTLLMMHAMetadata]:

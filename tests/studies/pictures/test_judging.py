@@ -57,7 +57,9 @@ def test_each_check_gets_the_mutant_that_the_fewest_find() -> None:
 
 def test_the_matrix_has_a_mark_for_each_kill_and_each_rule() -> None:
     figure = matrix_figure(RECORDS, CHECKS, RULES)
-    marks = Counter(tuple(each.get_facecolor()) for each in rectangles(figure))
+    marks: Counter[tuple[float, ...]] = Counter()  # in columns: marks of neighbours are joined
+    for each in rectangles(figure):
+        marks[tuple(each.get_facecolor())] += round(each.get_width())
     assert marks == {to_rgba(FOUND): 5, to_rgba(LET_THROUGH): 3, to_rgba(NOT_ASKED): 2}
     said = words(figure)
     assert {"paged attention, 3", "metadata, 1"} <= set(said)
