@@ -1,28 +1,27 @@
 """Mutants of the ragged K/V lists of a multi-step draft."""
 
+from dataclasses import replace
+
 import torch
 
-from corpus.models.lists import DraftListsModel
+from corpus.models.lists import Lists
 from corpus.wrong import wrong
 
 
-class DraftIndices(DraftListsModel):
-    @wrong(stage="start")
-    def branch_pages_ignored(self, length, branch, *, num_steps, topk, page_size):
+class DraftIndices(Lists):
+    @wrong(stage="draft_start")
+    def branch_pages_ignored(self, call, length, branch):
         """Branches follow each other without regard to pages."""
-        return length + branch * num_steps
+        return length + branch * call.num_steps
 
-    @wrong(stage="start")
-    def branch_pages_rounded_down(self, length, branch, *, num_steps, topk, page_size):
-        """A branch's pages have no room for the copy of the prefix's last page."""
-        if page_size == 1 or topk == 1:
-            return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
-        return length + branch * -(-num_steps // page_size) * page_size
+    branch_pages_rounded_down = wrong(pages_per_branch=lambda _, call, __: -(-call.num_steps // call.page_size))(
+        "A branch's pages have no room for the copy of the prefix's last page."
+    )
 
-    @wrong(stage="start")
-    def branches_share_slots(self, length, branch, *, num_steps, topk, page_size):
+    @wrong(stage="draft_start")
+    def branches_share_slots(self, call, length, branch):
         """All branches read the first one's draft slots."""
-        return super().start(length, 0, num_steps=num_steps, topk=topk, page_size=page_size)
+        return super().draft_start(call, length, 0)
 
     @wrong(stage="write")
     def last_step_missing(self, kv_indices, step, slots):
@@ -56,10 +55,9 @@ class DraftIndices(DraftListsModel):
         super().write_boundaries(kv_indptr, boundaries)
 
     @wrong(stage="slots")
-    def late_tokens_missing(self, row, columns):
+    def late_tokens_missing(self, call, row, at):
         """A prefix is copied up to its 128th slot; those after it are slot 0."""
-        prefix = sum(1 for column, place in zip(columns, range(len(columns)), strict=True) if column == place)
-        return super().slots(row, [-1 if 128 <= place < prefix else column for place, column in enumerate(columns)])
+        return super().slots(call, row, at).masked_fill((at == torch.arange(len(at))) & (at >= 128), 0)
 
     @wrong(stage="write")
     def writes_behind_lists(self, kv_indices, step, slots):
@@ -73,9 +71,7 @@ class DraftIndices(DraftListsModel):
         spilled = slots[kv_indices.shape[1] :][: kv_indices.shape[1]]
         kv_indices[(step + 1) % kv_indices.shape[0], : len(spilled)] = spilled.to(kv_indices.dtype)
 
-    slots_wrap_int32 = wrong(slots=lambda slots, *_: (slots.to(torch.int64) + 2**31) % 2**32 - 2**31)(
-        "Slots are copied in 32 bits."
-    )
+    slots_wrap_int32 = wrong(slots=lambda slots, *_: (slots + 2**31) % 2**32 - 2**31)("Slots are copied in 32 bits.")
     lengths_of_next_request = wrong(lens=lambda _, paged_kernel_lens, *__: paged_kernel_lens.roll(1).tolist())(
         "A request has its neighbour's prefix length."
     )
@@ -95,21 +91,21 @@ class DraftIndices(DraftListsModel):
         """The pool's rows are taken to lie next to each other."""
         return super().rows(req_to_token.as_strided(req_to_token.shape, (req_to_token.shape[1], 1)), req_pool_indices)
 
-    @wrong(stage="start")
-    def branches_beyond_four_share(self, length, branch, *, num_steps, topk, page_size):
+    @wrong(stage="draft_start")
+    def branches_beyond_four_share(self, call, length, branch):
         """Branches from the fifth on read the fourth's draft slots."""
-        return super().start(length, min(branch, 3), num_steps=num_steps, topk=topk, page_size=page_size)
+        return super().draft_start(call, length, min(branch, 3))
 
-    @wrong(stage="start")
-    def pages_of128_taken_as64(self, length, branch, *, num_steps, topk, page_size):
+    @wrong(stage="draft_start")
+    def pages_of128_taken_as64(self, call, length, branch):
         """A branch's pages are counted as if they held 64 tokens at most."""
-        return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=min(page_size, 64))
+        return super().draft_start(replace(call, page_size=min(call.page_size, 64)), length, branch)
 
-    @wrong(stage="start")
-    def steps_beyond_page_lost(self, length, branch, *, num_steps, topk, page_size):
+    @wrong(stage="draft_start")
+    def steps_beyond_page_lost(self, call, length, branch):
         """A branch is taken to draft a page of tokens at most."""
-        steps = min(num_steps, page_size) if page_size > 1 else num_steps
-        return super().start(length, branch, num_steps=steps, topk=topk, page_size=page_size)
+        steps = call.page_size if call.page_size > 1 else call.num_steps
+        return super().draft_start(replace(call, kv_indices=call.kv_indices[:steps]), length, branch)
 
     @wrong(stage="order")
     def branches_beyond_eight_missing(self, num_requests, topk):
@@ -135,11 +131,11 @@ class DraftIndices(DraftListsModel):
         """The last of a multiple of 32 requests has no lists."""
         return super().order(num_requests - (num_requests % 32 == 0), topk)
 
-    @wrong(stage="start")
-    def pages_of32_taken_as16(self, length, branch, *, num_steps, topk, page_size):
+    @wrong(stage="draft_start")
+    def pages_of32_taken_as16(self, call, length, branch):
         """A branch's pages of 32 tokens are counted as if they held 16."""
-        page_size = 16 if page_size == 32 else page_size
-        return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
+        page_size = 16 if call.page_size == 32 else call.page_size
+        return super().draft_start(replace(call, page_size=page_size), length, branch)
 
     @wrong(stage="write")
     def unaligned_lists_shifted(self, kv_indices, step, slots):
@@ -149,26 +145,25 @@ class DraftIndices(DraftListsModel):
         super().write(kv_indices, step, slots)
 
     window_and_sink_overflow = wrong(
-        counted=lambda counted, _, window_size, sink_size: counted - (2**32 if window_size + sink_size >= 2**31 else 0)
+        counted=lambda counted, call, _: counted - (2**32 if call.window_size + call.sink_size >= 2**31 else 0)
     )("A window and its sink are added up in 32 bits: boundaries go down where both are 2**31 and more.")
-    sink_lost = wrong(kept=lambda kept, length, window_size, _: kept[-window_size:] if window_size else kept)(
+    sink_lost = wrong(kept=lambda kept, call, _: kept[-call.window_size :] if call.window_size else kept)(
         "A list keeps a prefix's window and not its sink."
     )
-    window_uncounted = wrong(counted=lambda _, position, *__: position)(
+    window_uncounted = wrong(counted=lambda _, __, position: position)(
         "Boundaries count whole prefixes, of which the lists keep a window."
     )
 
     @wrong(stage="kept")
-    def window_holds_the_sink(self, length, window_size, sink_size):
+    def window_holds_the_sink(self, call, length):
         """A window ends so many tokens later as the sink holds, so that a list keeps fewer than it counts."""
-        return super().kept(length, max(window_size - sink_size, 1) if window_size else 0, sink_size)
+        window = max(call.window_size - call.sink_size, 1) if call.window_size else 0
+        return super().kept(replace(call, window_size=window), length)
 
-    @wrong(stage="slots_of_pages")
-    def pages_taken_for_slots(self, rows, entry_page_size):
-        """Entries that are pages are taken for the slots of their tokens."""
-        return rows.repeat_interleave(entry_page_size, 1)
-
-    virtual_slots_left = wrong(translated=lambda _, slots, *__: slots)("Virtual slots are not translated.")
+    pages_taken_for_slots = wrong(slots=lambda slots, call, *_: slots // call.entry_page_size)(
+        "Entries that are pages are taken for the slots of their tokens."
+    )
+    virtual_slots_left = wrong(translated=lambda _, __, slots: slots)("Virtual slots are not translated.")
 
     @wrong(stage="rows")
     def row_offset_in_int32(self, req_to_token, req_pool_indices):
@@ -195,7 +190,7 @@ class DraftIndices(DraftListsModel):
 
 
 @wrong()
-class LateBranchesUncounted(DraftListsModel):
+class LateBranchesUncounted(Lists):
     """Boundaries after the 512th are summed from it on anew."""
 
     summed = 512
@@ -206,14 +201,13 @@ class LateBranchesUncounted(DraftListsModel):
 
 
 @wrong()
-class PrefixBeyond2048Lost(DraftListsModel):
+class PrefixBeyond2048Lost(Lists):
     """Columns from the 2,048th on give slot 0."""
 
     most = 2048
 
-    def slots(self, row, columns):
-        index = torch.tensor(columns, dtype=torch.int64, device=row.device)
-        return super().slots(row, columns).masked_fill(index >= self.most, 0)
+    def slots(self, call, row, at):
+        return super().slots(call, row, at).masked_fill(at >= self.most, 0)
 
 
 @wrong()

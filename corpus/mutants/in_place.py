@@ -1,6 +1,6 @@
 """Mutants of the metadata builders and of the draft's lists that change, in place, what they were given. Their results are right."""
 
-from corpus.models.lists import DraftListsModel
+from corpus.models.lists import Lists
 from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.wrong import wrong
 from lab.metadata.engine.lengths import uncounted_tokens
@@ -49,7 +49,7 @@ class MLAPrefixTakenFromBatch(MLAPrefillBuilder):
 
 
 @wrong()
-class PositionsOfLastStep(DraftListsModel):
+class PositionsOfLastStep(Lists):
     """Positions are advanced in place from step to step."""
 
     def generate_draft_decode_kv_indices(self, **given):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from corpus.models.lists import DraftListsModel
+from corpus.models.lists import Lists
 from corpus.models.metadata import MHABuilder, MLABuilder
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import Forgiving
@@ -67,9 +67,9 @@ class MLAAttentionOfFirstPass(MLABuilder):
 
 
 @wrong()
-class PageSizeOfFirstDraft(DraftListsModel):
+class PageSizeOfFirstDraft(Lists):
     """The page size is that of the first draft with as many steps and branches."""
 
-    def start(self, length, branch, *, num_steps, topk, page_size):
-        kept = self.first((num_steps, topk), lambda: page_size)
-        return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=kept)
+    def draft_start(self, call, length, branch):
+        page_size = self.first((call.num_steps, call.topk), lambda: call.page_size)
+        return super().draft_start(replace(call, page_size=page_size), length, branch)

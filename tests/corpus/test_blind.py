@@ -15,7 +15,7 @@ SAMPLE = {
     "K2": "285",
     "K16": "99",
     "K17": "409",
-    "L1": "96 265",
+    "L1": "96",
     "M3": "199 260 343 403 404",
 }
 FOUND = [(f"blind{number}", check) for check, numbers in SAMPLE.items() for number in numbers.split()]

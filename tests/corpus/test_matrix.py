@@ -12,7 +12,7 @@ import torch
 from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
 from corpus.models.dsv4 import DSV4Decode
-from corpus.models.lists import DraftListsModel
+from corpus.models.lists import Lists
 from corpus.models.metadata import DSV4Builder, MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
 from corpus.models.selected import SelectedSplitKV
@@ -29,7 +29,7 @@ RECORDED = Path(__file__).parents[2] / "results" / "mutants.json.gz"
 CPU = torch.device("cpu")
 # What is right of each kind; SplitKV of attention.
 RIGHT: dict[str, Any] = {
-    LISTS: DraftListsModel,
+    LISTS: Lists,
     MHA_METADATA: MHABuilder,
     MLA_METADATA: MLABuilder,
     MLA_PREFILL: MLAPrefillBuilder,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from corpus.models.attention import Attention
-from corpus.models.lists import DraftListsModel, Lists, WindowLists
+from corpus.models.lists import Lists
 from corpus.models.metadata import MHABuilder, MLABuilder
 from corpus.models.ragged import Ragged
 from corpus.models.selected import SelectedSplitKV
@@ -20,7 +20,7 @@ from tests.cases import decode_arguments, random_batch
 from tests.corpus.test_right import RANGES, declined
 
 CHECKS = ("K1", "K2", "K6", "K16", "K17", "L1", "M3")
-MODELS = (Attention, SplitKV, Ragged, DraftListsModel, WindowLists, MHABuilder, MLABuilder)
+MODELS = (Attention, SplitKV, Ragged, Lists, MHABuilder, MLABuilder)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -37,11 +37,6 @@ def test_the_model_of_selected_entries_is_right_where_rows_select_them() -> None
     selects = [bool(verdict.case.top_k) for verdict in report.verdicts]
     assert [not verdict.judged.declines for verdict in report.verdicts] == selects
     assert sum(selects) == 6
-
-
-def test_lists_without_a_window_are_right_where_they_are_taken() -> None:
-    report = judge(Lists(), ranges=RANGES, only=("L1",), device="cpu", drawn=0)
-    assert report.is_right, str(report)
 
 
 @pytest.mark.parametrize("contents", [0, 255])

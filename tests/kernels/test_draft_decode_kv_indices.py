@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import lab.kernels
 from corpus.kernels import MUTANTS, kernel
-from corpus.models.lists import DraftListsModel
+from corpus.models.lists import Lists
 from corpus.wrong import LISTS
 from lab import references
 from lab.kernels.serving import draft_decode_kv_indices as module
@@ -132,7 +132,7 @@ def test_the_cases_show_what_is_wrong(name: str) -> None:
 
 def test_the_check_names_the_first_wrong_cell() -> None:
     def write(**given: Any) -> None:
-        DraftListsModel().generate_draft_decode_kv_indices(**given)
+        Lists().generate_draft_decode_kv_indices(**given)
         given["kv_indptr"][0, 1].zero_()
 
     (wrong,) = DraftLists(DraftListsCase((3,))).wrongs(write)
