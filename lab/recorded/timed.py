@@ -18,7 +18,7 @@ from lab.calls import CALL_TYPES, Problem, RaggedAttention
 from lab.calls.entries import keys_per_offset, num_keys, places_of
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
-from lab.recorded.call import sides_of
+from lab.recorded.call import distinct, sides_of
 from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import histories_of, truth_of_problem
@@ -105,13 +105,13 @@ class CallRedraw(SeededRedraw):
         for number, side in enumerate(sides, start=1):
             side.copy_(self._drawn(side.shape, side.dtype, number, seed))
         if self.forward.case.page_size:
-            table, num_pages = self.forward.given["block_tables"], len(sides[0])
+            table, num_pages = distinct(self.forward.given["block_tables"]), len(sides[0])
             stays = self.keeps_metadata or sides[0].dtype == NVFP4  # the scale factors of a page are not moved
             shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
             selects = self.forward.given.get("sparse_mla_top_k")
             in_page = self.forward.case.page_size if selects else 1  # a cell names an entry of a page, or a page
             is_page, count = (table >= 0) & (table < num_pages * in_page), num_pages * in_page
-            arguments["block_tables"].copy_(torch.where(is_page, (table + shift * in_page) % count, table))
+            distinct(arguments["block_tables"]).copy_(torch.where(is_page, (table + shift * in_page) % count, table))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
         query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)

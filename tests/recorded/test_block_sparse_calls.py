@@ -11,10 +11,11 @@ from lab import references
 from lab.calls import AttentionCall
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
+from lab.checks.run.verdicts import CaseVerdict
 from lab.metadata.mha.block_sparse import NUM_PAGES, PAGE_SIZE, as_pages
 from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError, recorded_fault
-from lab.recorded.case import recorded_cases, traced_requests
+from lab.recorded.case import RecordedCase, recorded_cases, traced_requests
 from lab.recorded.shrink import shrunk
 from lab.recorded.timed import RecordedPass
 from tests.cases import block_sparse_arguments, random_batch
@@ -28,34 +29,29 @@ def arguments() -> dict[str, Any]:
     return block_sparse_arguments(batch, PAGES, out_dtype=None, return_lse=False, bmm1_scale=0.125)
 
 
-def written(folder: Path, given: dict[str, Any], out: torch.Tensor | None = None) -> Path:
+def written(folder: Path, given: dict[str, Any], out: torch.Tensor | None = None) -> RecordedCase:
     out = references.trtllm_batch_decode_with_kv_cache(**given) if out is None else out
     versions = {"flashinfer": "0.7.2"}
     call = RecordedCall(AttentionCall.DECODE, given, out, versions=versions, time="20261126_101112_131415", number=7)
-    return own_form.write(folder, call)
+    own_form.write(folder, call)
+    (case,) = recorded_cases(folder)
+    return case
 
 
-def judged(folder: Path, **settings: Any) -> Any:
-    report = judge_calls(folder, device="cpu", isolated=False, **settings)
-    (verdict,) = report.verdicts
+def judged(folder: Path, **settings: Any) -> CaseVerdict:
+    (verdict,) = judge_calls(folder, device="cpu", isolated=False, **settings).verdicts
     return verdict
 
 
-def test_a_right_call_is_right_by_its_output_and_by_a_call_of_its_inputs(tmp_path: Path) -> None:
-    written(tmp_path, arguments())
-    assert judged(tmp_path).outcome is Outcome.RIGHT
-    assert judged(tmp_path, implementation=references).outcome is Outcome.RIGHT
-
-
-def test_the_pages_that_some_head_selects_are_kept(tmp_path: Path) -> None:
+def test_a_right_call_is_right_and_keeps_the_pages_that_some_head_selects(tmp_path: Path) -> None:
     given = arguments()
-    written(tmp_path, given)
-    (case,) = recorded_cases(tmp_path)
-    call = case.read()
+    call = written(tmp_path, given).read()
     live = {given["block_tables"][0, 0, 0], given["block_tables"][0, 0, 1], given["block_tables"][1, 2, 2]}
     assert {int(page) for page in live} <= {*(call.pages or ())}
     assert len(call.pages or ()) == 8  # of 4, 1 and 3 pages
     assert torch.equal(call.given["seq_lens"], given["seq_lens"])
+    assert judged(tmp_path).outcome is Outcome.RIGHT
+    assert judged(tmp_path, implementation=references).outcome is Outcome.RIGHT
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -75,7 +71,7 @@ def test_pages_that_share_memory_are_kept_apart(tmp_path: Path, rows: int) -> No
         "q_len_per_req": 1,
         "enable_block_sparse_attention": True,
     }
-    call = own_form.read(written(tmp_path, given))
+    call = written(tmp_path, given).read()
     assert torch.equal(references.trtllm_batch_decode_with_kv_cache(**call.arguments()), call.out)
     assert judged(tmp_path).outcome is Outcome.RIGHT
     for own, side in zip(call.given["kv_cache"], given["kv_cache"], strict=True):
@@ -107,8 +103,7 @@ def test_a_key_that_is_not_finite_is_named_with_its_head(tmp_path: Path) -> None
 
 
 def test_what_needs_a_whole_request_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, arguments())
-    (case,) = recorded_cases(tmp_path)
+    case = written(tmp_path, arguments())
     with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be shrunk yet"):
         shrunk(case.read(), recorded_fault)
     with pytest.raises(RecordingError, match=r"enable_block_sparse_attention.* cannot be timed yet"):

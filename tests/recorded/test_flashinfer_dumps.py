@@ -17,79 +17,35 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import AttentionCall
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, listed, read
-from lab.references.assertion import assert_close_to_reference
 from tests.commands.command import run
-from tests.recorded.record_calls import decode_arguments
-from tests.recorded.write_calls import changed_bytes
+from tests.recorded.record_calls import OWN
+from tests.recorded.write_calls import changed_bytes, same
 
 
-def _same(read: Any, made: Any) -> bool:
-    if isinstance(made, torch.Tensor):
-        return torch.equal(read, made) and read.stride() == made.stride() and read.dtype == made.dtype
-    if isinstance(made, tuple):
-        return isinstance(read, tuple) and all(map(_same, read, made))
-    return bool(read == made)
-
-
-@pytest.mark.parametrize("number", [0, 1], ids=["by name", "by position"])
-def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int) -> None:
-    call = read(listed(recorded_once)[number].path)
-    made = decode_arguments(workspace_buffer=None)
-    assert call.function is AttentionCall.DECODE
-    assert set(call.given) == set(made)
-    assert all(_same(call.given[name], made[name]) for name in made if name != "kv_cache")
-    for each, given in zip(call.given["kv_cache"], made["kv_cache"], strict=True):
-        assert torch.equal(each, given)
-    assert call.arguments()["workspace_buffer"] is None
-    assert call.lse is None
-    assert "flashinfer" in call.versions
-    assert "alignment" in call.lost[0]
-    assert_close_to_reference(call.out, **call.arguments())
-
-
-def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> None:
-    call = read(listed(recorded_once)[2].path)
-    arguments = call.arguments()
-    assert arguments["out"] is not call.given["out"]
-    assert arguments["out"].shape == call.given["out"].shape
-    assert arguments["lse"].dtype == torch.float32
-    assert arguments["out"].dtype == torch.bfloat16
-    assert call.lse is not None
-    assert_close_to_reference((call.out, call.lse), **{**arguments, "out": None, "lse": None})
-
-
-def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
-    call = read(listed(recorded_once)[3].path)
-    assert call.given["out_dtype"] == torch.float16
-    assert call.given["window_left"] == 3
-    assert call.out is not None
-    assert call.out.dtype == torch.float16
-    assert call.problem().window_left == 3
-
-
-def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
-    call = read(listed(recorded_once)[4].path)
-    assert call.out is None
-    assert call.given["max_seq_len"] == 4
-    with pytest.raises(ValueError, match=r"seq_lens\[0\] = 5 exceeds max_seq_len.* = 4"):
-        call.problem()
-
-
-def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
-    assert listed(recorded_once)[5].function == "relu"
-    with pytest.raises(
-        RecordingError, match="holds a call of relu, and the lab does not read recordings of this function"
-    ):
-        read(listed(recorded_once)[5].path)
+def test_calls_are_read_as_the_labs_own_recorder_has_them(recorded_once: Path) -> None:
+    """Named and positional arguments, a given output and LSE, an output of another dtype, and a call that failed."""
+    dumped, own = recorded_cases(recorded_once), recorded_cases(recorded_once.with_name(OWN))
+    for theirs, ours in zip((case.read() for case in dumped), (case.read() for case in own), strict=True):
+        assert (theirs.function, theirs.given.keys()) == (ours.function, ours.given.keys())
+        cut = ("kv_cache", "block_tables", "out", "lse")  # to the pages that are read, or without contents
+        assert all(same(theirs.given[name], ours.given[name]) for name in theirs.given if name not in cut)
+        for name in cut[2:]:
+            given = (each.arguments().get(name) for each in (theirs, ours))
+            assert same(*((each.shape, each.stride(), each.dtype) if each is not None else None for each in given))
+            assert same(getattr(theirs, name), getattr(ours, name))
+        pages = list(ours.pages or ())
+        for whole, kept in zip(theirs.given["kv_cache"], ours.given["kv_cache"], strict=True):
+            assert torch.equal(whole[pages], kept)
+        assert theirs.versions["flashinfer"] == ours.versions["flashinfer"]
+        assert "alignment" in theirs.lost[0]
 
 
 def _as_replays(path: Path, count: int) -> None:
     """Make an eager call's folder look like that of a captured call with replays."""
-    (record,) = [json.loads(line) for line in (path / METADATA).read_text().splitlines()[-1:]]
+    record = json.loads((path / METADATA).read_text().splitlines()[-1])
     for replay in range(1, count + 1):
         snapshot = path / REPLAYS / f"flush_{replay:04d}"
         snapshot.mkdir(parents=True)
@@ -117,7 +73,7 @@ def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) 
     assert read(calls[2].path).lse is None
 
 
-def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     lines = (path / METADATA).read_text().splitlines()
     record = json.loads(lines[-1])
     change(record)
@@ -147,6 +103,10 @@ def _device(name: str, call: Path) -> None:
     (call / name).symlink_to("/dev/zero")
 
 
+def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda path: _edit(path, change)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / METADATA).write_text(""), "is no record of a FlashInfer call"),
     "a record that is missing": (lambda path: (path / METADATA).unlink(), "cannot be read"),
@@ -167,22 +127,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "inputs.pt has something else than tensors and plain values, and is not read$",
     ),
     "inputs that are a list": (lambda path: torch.save([1], path / "inputs.pt"), "does not hold tensors by name"),
+    "another function": (
+        _edited(lambda record: record.update(function_name="relu")),
+        "holds a call of relu, and the lab does not read recordings of this function",
+    ),
     "an argument of a later release": (
-        lambda path: _edit(path, lambda record: record["input_metadata"].update(kwarg_colour="red")),
+        _edited(lambda record: record["input_metadata"].update(kwarg_colour="red")),
         "was recorded with colour, which FlashInfer 0.7.2 does not have",
     ),
     "a value that was not recorded": (
-        lambda path: _edit(
-            path, lambda record: record["input_metadata"].update(kwarg_o_scale={"type": "FP4Tensor", "repr": "…"})
-        ),
+        _edited(lambda record: record["input_metadata"].update(kwarg_o_scale={"type": "FP4Tensor", "repr": "…"})),
         "does not hold the value of o_scale, only that it is FP4Tensor",
     ),
     "a tuple that was cut off": (
-        lambda path: _edit(path, lambda record: record["input_metadata"]["kwarg_kv_cache"].update(truncated=True)),
+        _edited(lambda record: record["input_metadata"]["kwarg_kv_cache"].update(truncated=True)),
         "does not hold the value of kv_cache, only that it is tuple",
     ),
     "too many arguments": (
-        lambda path: _edit(path, lambda record: record["input_metadata"].update(arg_99=1)),
+        _edited(lambda record: record["input_metadata"].update(arg_99=1)),
         "has arg_99, but the recorded signature has",
     ),
 }
@@ -236,16 +198,6 @@ def test_safetensors_that_cannot_be_read_are_a_sentence(
         sentence = "inputs.safetensors needs safetensors, which is not installed: pip install safetensors"
     assert run(["recorded", "shrink", f"{dumps}#1", "--from-outputs"]) == 2
     assert capsys.readouterr().err.endswith(f"{sentence}\n")
-
-
-def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:
-    assert listed(tmp_path) == []
-
-
-def test_inputs_without_a_record_are_listed(dumps: Path) -> None:
-    before = len(listed(dumps))
-    (listed(dumps)[1].path / METADATA).unlink()
-    assert len(listed(dumps)) == before
 
 
 def test_arguments_by_position_are_named_without_a_readable_signature(dumps: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError, rec
 from lab.recorded.case import recorded_cases
 from lab.recorded.own_form import UNKEPT
 from lab.recorded.shrink import shrunk
-from tests.cases import BATCHES, DECODE, MLA, arguments_of, latent_batch, mirrors, random_batch, sparse_arguments
+from tests.cases import DECODE, MLA, arguments_of, mirrors, ragged_batch, random_batch
 from tests.damage import damaged_values
+from tests.recorded.kinds import CALLS, NVFP4, RANKS, ragged
 from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import same
 
 ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
 VERSIONS = {"flashinfer": "0.7.2"}
@@ -42,7 +44,7 @@ class _LocalText(str):
         return f"text {self!r}"
 
 
-def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
+def _write(folder: Path, arguments: Mapping[str, Any], function: str = DECODE, **about: Any) -> Path:
     """Write a call with its results, as the references return them."""
     returned = getattr(references, function)(**arguments)
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
@@ -50,7 +52,7 @@ def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **ab
     return _write_inputs(folder, arguments, function, out=out, lse=lse, **about)
 
 
-def _write_inputs(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
+def _write_inputs(folder: Path, arguments: Mapping[str, Any], function: str = DECODE, **about: Any) -> Path:
     return own_form.write(folder, RecordedCall(AttentionCall(function), arguments, versions=VERSIONS, **ABOUT | about))
 
 
@@ -58,72 +60,52 @@ def _verdicts(recording: Path | str, **settings: Any) -> tuple[CaseVerdict, ...]
     return judge_calls(recording, device="cpu", isolated=False, **settings).verdicts
 
 
-def _outcomes(recording: Path | str, **settings: Any) -> list[Outcome]:
-    return [verdict.outcome for verdict in _verdicts(recording, **settings)]
+KINDS = [*CALLS.values(), *RANKS.values(), NVFP4, ragged(**mirrors(ragged_batch([2, 3], [4, 6])))]
 
 
-@pytest.mark.parametrize("options", [{}, {"width": 9}, {"lens": [2, 1, 3, 4]}])
-def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_entries(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    batch = latent_batch([2, 2], [40, 100])
-    columns = [[0, 3, 17, 1], [2, 38, 4, 0], [1, 80, 33, 2], [99, 0, 98, 50]]
-    arguments = sparse_arguments(batch, columns, 16, out=None, **options)
-    path = _write(tmp_path, arguments, MLA)
-    call = own_form.read(path)
-    used = options.get("lens", [4] * 4)
-    places = arguments["block_tables"].flatten(0, 1)
-    live = {int(place) // 16 for row, count in zip(places, used, strict=True) for place in row[:count]}
-    assert call.pages is not None
-    assert set(call.pages) >= live
-    assert len(call.pages) < len(arguments["kv_cache"])
-    new = call.given["block_tables"]
-    assert (new.stride(), new.dtype) == (arguments["block_tables"].stride(), torch.int32)
-    for row, count in enumerate(used):
-        for old, place in zip(places[row][:count].tolist(), new.flatten(0, 1)[row][:count].tolist(), strict=True):
-            assert (call.pages[place // 16], place % 16) == divmod(old, 16)
-    assert _outcomes(tmp_path) == [Outcome.RIGHT]
-    assert _outcomes(tmp_path, implementation=references) == [Outcome.RIGHT]
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
-    returned = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)[0] * 1.1
-    _write_inputs(wrong, arguments, MLA, out=returned)
-    assert _outcomes(wrong) == [Outcome.WRONG]
-    with pytest.raises(RecordingError, match="nothing to shrink"):
-        shrunk(call, recorded_fault)
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A folder with a call of each kind, and the files."""
+    folder = tmp_path_factory.mktemp("kinds")
+    calls = enumerate(KINDS, start=1)
+    return folder, [_write(folder, call.arguments(), call.function.value, number=number) for number, call in calls]
 
 
-@pytest.mark.parametrize("function", BATCHES)
-def test_a_call_of_each_function_is_read_as_it_was_and_is_right(tmp_path: Path, function: str) -> None:
-    """By its output, and by a call of its inputs. Which pages are kept is tested below."""
-    batch = BATCHES[function]([3, 3], [20, 37])
-    arguments = arguments_of(function, batch) | (
-        mirrors(batch) if function == "trtllm_ragged_attention_deepseek" else {}
-    )
-    call = own_form.read(_write(tmp_path, arguments, function))
-    assert call.function.value == function
-    assert call.given.keys() == arguments.keys()
-    for name, value in arguments.items():
-        if name.startswith(own_form.POOL) or name in (*own_form.UNKEPT, "block_tables"):
-            continue
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(call.given[name], value), name
-            assert (call.given[name].stride(), call.given[name].dtype) == (value.stride(), value.dtype)
-        else:
-            assert call.given[name] == value, name
-    assert call.out is not None
-    assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
-    assert _outcomes(tmp_path) == [Outcome.RIGHT]
-    assert _outcomes(tmp_path, implementation=references) == [Outcome.RIGHT]
+@pytest.mark.parametrize("implementation", [None, references], ids=["by its output", "by a call of its inputs"])
+def test_a_call_of_each_kind_is_right(recording: tuple[Path, list[Path]], implementation: Any) -> None:
+    settings = {} if implementation is None else {"implementation": implementation}
+    verdicts = _verdicts(recording[0], **settings)
+    assert [verdict.reason for verdict in verdicts if verdict.outcome is not Outcome.RIGHT] == []
+    assert len(verdicts) == len(KINDS)
 
 
-@pytest.mark.parametrize("function", BATCHES)
-def test_a_file_has_a_short_description_besides_its_data(tmp_path: Path, function: str) -> None:
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=lambda number: ([*CALLS, *RANKS, "NVFP4", "mirrors"])[number])
+def test_a_call_of_each_kind_is_read_as_it_was(recording: tuple[Path, list[Path]], number: int) -> None:
     """docs/debug.md states the size of the description."""
-    path = _write(tmp_path, arguments_of(function, BATCHES[function]([3, 3], [20, 370])), function)
+    made, path = KINDS[number], recording[1][number]
     call = own_form.read(path)
+    assert (call.function, call.given.keys()) == (made.function, made.given.keys())
+    assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
+    pools = [name for name in made.given if name.startswith(own_form.POOL)]
+    unkept = (*own_form.UNKEPT, *pools, "block_tables")
+    assert all(same(call.given[name], value) for name, value in made.given.items() if name not in unkept)
+    for name in pools:
+        whole, kept = (each if isinstance(each, tuple) else (each,) for each in (made.given[name], call.given[name]))
+        assert same(kept, tuple(_pages_of(side, call.pages) for side in whole))
+    if pools:
+        was, now = made.given["block_tables"], call.given["block_tables"]
+        assert (now.dtype, now.stride()) == (was.dtype, was.stride() if all(was.stride()) else (3, 1))
     data_bytes = _size_bytes(call.out, call.lse, [value for name, value in call.given.items() if name not in UNKEPT])
     assert path.stat().st_size < data_bytes + DESCRIPTION_BYTES
+
+
+def _pages_of(side: torch.Tensor, pages: tuple[int, ...] | None) -> torch.Tensor:
+    """Return some pages of a pool, with the pool's strides."""
+    assert pages is not None
+    kept = torch.empty_strided((len(pages), *side.shape[1:]), side.stride(), dtype=side.dtype)
+    for number, page in enumerate(pages):
+        kept[number] = side[page]
+    return kept
 
 
 def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path) -> None:
@@ -133,16 +115,21 @@ def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_pat
     tables, lengths = arguments["block_tables"], arguments["seq_lens"]
     read = [(request, column) for request in range(3) for column in range(-(-int(lengths[request]) // 16))]
     assert call.pages == tuple(sorted({int(tables[each]) for each in read}))
-    for cache, whole in zip(call.given["kv_cache"], arguments["kv_cache"], strict=True):
-        assert len(cache) == len(call.pages) < len(whole)
-        assert cache.stride() == whole.stride()
-        for each in read:
-            page = int(call.given["block_tables"][each])
-            assert torch.equal(cache[page], whole[tables[each]])  # with what follows the last token
-            assert call.pages[page] == tables[each]
-    unread = call.given["block_tables"][0]
-    assert unread[1:].tolist() == [-1, 0]
+    assert [call.pages[call.given["block_tables"][each]] for each in read] == [tables[each] for each in read]
+    assert call.given["block_tables"][0, 1:].tolist() == [-1, 0]
     assert call.given["block_tables"][1, 2] == 1000
+
+
+def test_of_selected_entries_the_pages_are_kept_and_judged_from_the_calls_own_entries(tmp_path: Path) -> None:
+    arguments = CALLS["MLA, numbers of selected entries"].given
+    path = _write(tmp_path, arguments, MLA)
+    call = own_form.read(path)
+    assert call.pages == (0, 1, 3)  # of 4
+    with pytest.raises(RecordingError, match="nothing to shrink"):
+        shrunk(call, recorded_fault)
+    _write_inputs(tmp_path, arguments, MLA, out=call.out * 1.1)
+    (verdict,) = _verdicts(tmp_path)
+    assert verdict.outcome is Outcome.WRONG
 
 
 @pytest.mark.parametrize("wrong", [-3, 9, 99])
@@ -161,42 +148,14 @@ def test_a_length_beyond_the_table_survives(tmp_path: Path) -> None:
     assert "seq_lens[2] = 49 needs 4 pages" in verdict.reason
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_pages_before_the_window_are_not_kept(tmp_path: Path, ragged: bool) -> None:
-    batch, widths = random_batch([3, 1] if ragged else [3, 3], [70, 50]), (0, 15, 16, 17, 40)
+@pytest.mark.parametrize("q_lens", [[3, 3], [3, 1]], ids=str)
+def test_pages_before_the_window_are_not_kept(tmp_path: Path, q_lens: list[int]) -> None:
+    batch, widths = random_batch(q_lens, [70, 50]), (0, 15, 16, 17, 40)
     for number, window_left in enumerate(widths):
         path = _write(tmp_path, arguments_of(DECODE, batch, window_left=window_left), number=number)
         first = [max(0, kv_len - 3 - window_left) // 16 for kv_len in (70, 50)]
         assert len(own_form.read(path).pages or ()) == 5 - first[0] + 4 - first[1], window_left
-    assert _outcomes(tmp_path) == [Outcome.RIGHT] * len(widths)
-
-
-def test_a_table_that_all_requests_share_is_read_by_each(tmp_path: Path) -> None:
-    whole = decode_arguments()["block_tables"]
-    _write(tmp_path, decode_arguments(block_tables=whole[2:].expand(3, 3)), number=1)
-    path = _write(tmp_path, decode_arguments(block_tables=whole.repeat(1, 2)[:, :3]), number=2)
-    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 2
-    assert own_form.read(path).given["block_tables"].stride() == (6, 1)
-
-
-def test_separate_tables_of_k_and_v_and_the_layout_of_tokens_before_heads(tmp_path: Path) -> None:
-    batch = random_batch([1, 1], [20, 37])
-    _write(tmp_path, arguments_of(DECODE, batch, separate_tables=True), number=1)
-    path = _write(tmp_path, arguments_of(DECODE, batch, kv_layout="NHD"), number=2)
-    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 2
-    assert len(own_form.read(path).pages or ()) == 5
-
-
-def test_one_tensor_of_k_and_v_and_the_scale_factors_of_nvfp4_are_cut_alike(tmp_path: Path) -> None:
-    arguments = decode_arguments()
-    pool = torch.stack(arguments["kv_cache"], dim=1)
-    factors = torch.rand(9, 2, 2, 16, 4).to(E4M3)
-    arguments |= {"kv_cache": pool, "kv_cache_sf": factors}
-    _write_inputs(tmp_path, arguments)
-    call = recorded_cases(tmp_path)[0].read()
-    pages = list(call.pages or ())
-    assert torch.equal(call.given["kv_cache"], pool[pages])
-    assert torch.equal(call.given["kv_cache_sf"].view(torch.uint8), factors.view(torch.uint8)[pages])
+    assert [verdict.outcome for verdict in _verdicts(tmp_path)] == [Outcome.RIGHT] * len(widths)
 
 
 def test_strides_gaps_and_alignment_are_kept_on_every_device(tmp_path: Path) -> None:
@@ -275,7 +234,6 @@ def test_a_value_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kv_lens", "heads", "page_size", "num_columns"),
     [
-        ([300, 999, 17, 512], (8, 2), 32, 128),
         ([16], (8, 1), 16, 9),  # one page of one K/V head, as on one of many GPUs
         ([100, 70, 31, 200], (8, 2), 16, 2**14),  # a server's table has columns for the model's longest context
     ],
@@ -317,11 +275,6 @@ def test_calls_are_in_the_order_of_time_with_their_layer_and_replay(tmp_path: Pa
     assert recorded_cases(f"{tmp_path}#3") == cases[2:]
 
 
-def test_both_forms_may_lie_in_one_folder(dumps: Path) -> None:
-    _write(dumps, decode_arguments())
-    assert [Path(case.path).suffix for case in recorded_cases(dumps)] == ["", "", "", "", "", own_form.SUFFIX]
-
-
 def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
     arguments = decode_arguments()
     last = arguments["block_tables"][1, 1] = arguments["block_tables"][2, 2]
@@ -342,13 +295,16 @@ def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
         (2, (2047, 1024, 64, 1), True),
         (2, (1024, 0, 64, 1), True),  # heads are one in memory
         (1, (1024, 1, 64, 1), False),  # a stride that no address depends on
+        (2, (512, 10**6, 64, 1), True),  # of a head, each page begins in the middle of the one before
     ],
 )
 def test_pages_that_share_memory_lose_their_strides(
     tmp_path: Path, heads: int, stride: tuple[int, ...], is_lost: bool
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    pool = torch.randn(9 * 2048, generator=draw).to(torch.bfloat16).as_strided((9, heads, 16, 64), stride)
+    shape = (9, heads, 16, 64)
+    size = 1 + sum((number - 1) * step for number, step in zip(shape, stride, strict=True))
+    pool = torch.randn(size, generator=draw).to(torch.bfloat16).as_strided(shape, stride)
     call = own_form.read(_write(tmp_path, decode_arguments(kv_cache=(pool, pool))))
     own, _ = call.given["kv_cache"]
     assert torch.equal(own, pool[list(call.pages or ())])
@@ -471,13 +427,6 @@ def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Pat
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_file_is_declined(one_call: Path, tmp_path: Path) -> None:
-    for number, (change, _) in enumerate(DAMAGES.values()):
-        change(_copy(one_call, tmp_path, number))
-    outcomes = dict(zip(DAMAGES, _outcomes(tmp_path), strict=True))
-    assert outcomes == dict.fromkeys(DAMAGES, Outcome.DECLINED)
-
-
 def test_a_number_that_no_float_holds_is_refused(one_call: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(one_call, tmp_path))
     _change(path, arguments=_record(path)["arguments"] | {"bmm1_scale": 10**400})
@@ -516,18 +465,3 @@ def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path
     os.mkfifo(tmp_path / one_call.name)
     with pytest.raises(RecordingError, match="a pipe or a device, and no file"):
         own_form.read(tmp_path / one_call.name)
-
-
-def test_pages_that_share_memory_between_gaps_are_kept_apart(tmp_path: Path) -> None:
-    arguments = decode_arguments()
-    shape = arguments["kv_cache"][0].shape
-    _, num_heads, page_size, head_dim = shape
-    stride = (
-        page_size * head_dim // 2,
-        10**6,
-        head_dim,
-        1,
-    )  # of a head, each page begins in the middle of the one before
-    pool = torch.zeros(num_heads * 10**6, dtype=torch.bfloat16).as_strided(shape, stride)
-    call = own_form.read(_write_inputs(tmp_path, decode_arguments(kv_cache=(pool, pool))))
-    assert call.lost == (own_form.OVERLAPPING,)

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch import Tensor
 from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
-from lab.calls.problem import E4M3
 from lab.recorded import Recorder, Triggers, own_form
 from lab.recorded.call import (
     Fault,
@@ -40,22 +39,11 @@ from lab.recorded.shrink import (
     shrunk,
     without_dead_slots,
 )
-from lab.workloads.inputs.masks import packed_mask
 from tests.cases import arguments_of, random_batch
 from tests.commands.command import run
-from tests.recorded.record_calls import (
-    HEADS,
-    LENGTHS,
-    PAGE_OFFSETS,
-    PAGE_SIZE,
-    context_arguments,
-    decode_arguments,
-    latent_arguments,
-    ragged_arguments,
-    rank_arguments,
-    selecting_arguments,
-)
-from tests.recorded.write_calls import write_call
+from tests.recorded.kinds import CALLS, NVFP4, RANKS, SINKS, decode, int32, latent, verify
+from tests.recorded.record_calls import HEADS, LENGTHS, PAGE_SIZE, decode_arguments
+from tests.recorded.write_calls import same, write_call
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -66,37 +54,6 @@ from lab import references
 def trtllm_batch_decode_with_kv_cache(**arguments):
     return references.trtllm_batch_decode_with_kv_cache(**arguments | {"bmm2_scale": 1.0})
 """
-
-
-def _recorded(function: AttentionCall, arguments: Mapping[str, Any]) -> RecordedCall:
-    return RecordedCall(function, arguments, None, None, {})
-
-
-def _decode(**changes: Any) -> RecordedCall:
-    return _recorded(DECODE, decode_arguments(**changes))
-
-
-def _verify(q_len: int, **changes: Any) -> RecordedCall:
-    """Make a decode of `q_len` rows for each request, with a mask in which each row but the first hides one draft token."""
-    rows = torch.arange(q_len)
-    shown = torch.ones(len(LENGTHS), q_len, q_len, dtype=torch.bool).tril()
-    shown[:, rows[1:], rows[:-1]] = False
-    query = torch.randn(len(LENGTHS) * q_len, HEADS, 64, generator=torch.Generator().manual_seed(5))
-    given = {"query": query.to(torch.bfloat16), "q_len_per_req": q_len, "mask": packed_mask(shown)}
-    return _decode(**given | changes)
-
-
-def _context(**changes: Any) -> RecordedCall:
-    """Make a context call of 1, 4 and 2 rows, and two rows of no request."""
-    return _recorded(AttentionCall.CONTEXT, context_arguments((0, 1, 5, 7), 9, **changes))
-
-
-def _ragged(**changes: Any) -> RecordedCall:
-    return _recorded(AttentionCall.RAGGED_CONTEXT, ragged_arguments(**changes))
-
-
-def _latent(**changes: Any) -> RecordedCall:
-    return _recorded(AttentionCall.MLA_DECODE, latent_arguments(**changes))
 
 
 def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any) -> tuple[RecordedCall, Fault | None]:
@@ -136,8 +93,9 @@ def _status(
     modules = modules if function else dict.fromkeys(modules)
     argv = mock.patch.object(sys, "argv", ["repro.py", *words])
     read = mock.patch.object(torch, "load", return_value=program.saved)
+    text = program.text.replace("128 << 20", "1 << 20")  # of the workspace
     with mock.patch.dict(sys.modules, modules), argv, read, pytest.raises(SystemExit) as ended:
-        exec(compile(program.text, "repro.py", "exec"), {"__name__": "__main__", "__file__": "repro.py"})
+        exec(compile(text, "repro.py", "exec"), {"__name__": "__main__", "__file__": "repro.py"})
     return int(str(ended.value.code))
 
 
@@ -153,110 +111,66 @@ def _arguments_of(program: Program, call: AttentionCall = DECODE) -> dict[str, A
     return given
 
 
-def _scaled(factor: float, of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose output is too large by a factor."""
+def _times(factor: float) -> Callable[[Any], Any]:
+    return lambda returned: (returned[0] * factor, returned[1]) if isinstance(returned, tuple) else returned * factor
+
+
+def _always(_: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _wrong(
+    then: Callable[[Any], Any],
+    where: Callable[[Mapping[str, Any]], bool] = _always,
+    of: Callable[..., Any] = references.trtllm_batch_decode_with_kv_cache,
+) -> Callable[..., Any]:
+    """Return a function that is right, except where a condition of its arguments holds: there its result is changed."""
 
     def call(**arguments: Any) -> Any:
         returned = of(**arguments)
-        return (returned[0] * factor, *returned[1:]) if isinstance(returned, tuple) else returned * factor
+        return then(returned) if where(arguments) else returned
 
     return call
 
 
-SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
-E4M3_CACHE = tuple(each.to(E4M3) for each in decode_arguments()["kv_cache"])
-NHD = {"kv_cache": tuple(each.transpose(1, 2) for each in decode_arguments()["kv_cache"]), "kv_layout": "NHD"}
-SEPARATE = {
-    "block_tables": torch.tensor([[[1, 0, 0], [2, 0, 0]], [[3, 4, 0], [5, 6, 0]], [[7, 8, 0], [1, 2, 3]]]).int()
-}
-TWICE = torch.tensor([[[96, 96, 35, -1], [39, 97, 39, 96]], [[2, 0, 2, 2], [4, 1, 1, 0]]]).int()
-CALLS = {
-    "decode": _decode(),
-    "decode, LSE and sinks": _decode(sinks=SINKS, lse=torch.empty(3, HEADS), return_lse=True),
-    "decode, window": _decode(window_left=3, out_dtype=torch.float16),
-    "decode, e4m3": _decode(kv_cache=E4M3_CACHE, bmm2_scale=0.7),
-    "decode, NHD": _decode(**NHD),
-    "decode, one tensor": _decode(kv_cache=torch.stack(decode_arguments()["kv_cache"], dim=1)),
-    "decode, K is V": _decode(kv_cache=decode_arguments()["kv_cache"][0][:, None].contiguous()),
-    "decode, separate tables": _decode(**SEPARATE, uses_shared_paged_kv_idx=False),
-    "decode, scales as tensors": _decode(bmm1_scale_log2=torch.tensor([0.2]), bmm2_scale=torch.tensor([3.0])),
-    "decode, rows of different widths": _decode(
-        query=_verify(3).given["query"][:8],
-        cum_seq_lens_q=torch.tensor([0, 3, 4, 6]).int(),
-        max_q_len=3,
-        q_len_per_req=None,
-    ),
-    "verify": _verify(3),
-    "verify, window, more rows than keys": _verify(7, window_left=4),
-    "verify of 18 rows, causal": _verify(18, mask=None),
-    "a request without keys": _decode(seq_lens=torch.tensor([0, 17, 33]).int(), return_lse=True),
-    "context": _context(),
-    "context, not causal": _context(causal=False, return_lse=True),
-    "MLA": _latent(return_lse=True, return_lse_base="basee"),
-    "MLA, selected entries": _recorded(AttentionCall.MLA_DECODE, selecting_arguments()),
-    "MLA, numbers of selected entries": _recorded(
-        AttentionCall.MLA_DECODE, selecting_arguments(sparse_mla_top_k_lens=torch.tensor([1, 3, 2, 4]).int())
-    ),
-    "MLA, an entry selected twice": _recorded(AttentionCall.MLA_DECODE, selecting_arguments(block_tables=TWICE)),
-    "MLA, sinks in a list": _latent(sinks=[SINKS]),
-    "ragged": _ragged(window_left=2, return_lse=True),
-    "ragged, not causal, sinks": _ragged(is_causal=False, return_lse=True, attention_sinks=SINKS),
-}
-
-
-RANKS = {
-    f"MLA, {num_rows} rows on a rank": _recorded(AttentionCall.MLA_DECODE, rank_arguments(num_rows))
-    for num_rows in (1, 3)
-}
+def _right(call: RecordedCall) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(references, call.function.value)
+    return function
 
 
 @pytest.mark.parametrize("name", [*CALLS, *RANKS])
 def test_a_program_expects_what_the_references_return(name: str) -> None:
     call = (CALLS | RANKS)[name]
-    program, right = _program(call), getattr(references, call.function.value)
+    program, right = _program(call), _right(call)
     assert _status(program, right, call.function) == 0
-    assert _status(program, _scaled(1.05, right), call.function) == 1
+    assert _status(program, _wrong(_times(1.05), of=right), call.function) == 1
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -> None:
     call = CALLS[name]
-    wrong = _scaled(1.5, getattr(references, call.function.value))
+    wrong = _wrong(_times(1.5), of=_right(call))
     smaller, fault = _smallest(call, wrong)
     assert fault is not None
     assert fault.reason is Reason.OUTPUT
     problem = smaller.problem()
-    assert (problem.batch_size, problem.num_rows, problem.num_qo_heads, problem.num_kv_heads) == (1, 1, 1, 1)
-    assert (problem.max_q_len, problem.max_kv_len) == (1, 1)
-    assert problem.seq_lens.tolist() == [1]
-    assert (problem.window_left, problem.sinks, problem.return_lse, problem.bmm2_scale) == (-1, None, False, 1.0)
+    assert (problem.num_rows, problem.max_kv_len, problem.return_lse, problem.sinks) == (1, 1, False, None)
+    assert _facts(smaller) | {"mask": False} == MINIMAL
     assert smaller.drawn >= {name for name in ("query", "kv_cache", "key", "value") if name in call.given}
     program = _program(smaller, fault)
     assert program.saved == {}
-    assert len(program.text) < 6500
+    assert len(program.text) < 6600
     given = _arguments_of(program, call.function)
     assert "query" in given
-    for argument, value in given.items():
-        pairs = zip(
-            *(each if isinstance(each, tuple) else (each,) for each in (value, smaller.given[argument])), strict=True
-        )
-        assert all(
-            torch.equal(first, second) if isinstance(first, Tensor) else first == second for first, second in pairs
-        )
+    assert all(same(value, smaller.given[argument], has_strides=False) for argument, value in given.items())
     assert _status(program, wrong, call.function) == 1
-    assert _status(program, getattr(references, call.function.value), call.function) == 0
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_right_result_is_not_shrunk(name: str) -> None:
-    with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
-        _smallest(CALLS[name], getattr(references, CALLS[name].function.value))
+    assert _status(program, _right(call), call.function) == 0
 
 
 def test_a_bias_of_many_vectors_is_wrong_and_cannot_be_shrunk() -> None:
     batch = random_batch([1] * 32, [200] * 32, heads=(8, 8), head_dim=128)
     arguments = {**arguments_of(DECODE.value, batch), "return_lse": False, "lse": None}
-    call, right = _recorded(DECODE, arguments), references.trtllm_batch_decode_with_kv_cache(**arguments)
+    call, right = RecordedCall(DECODE, arguments), references.trtllm_batch_decode_with_kv_cache(**arguments)
     fault = fault_of(call, right * 1.002, None)
     assert fault is not None
     assert fault.reason is Reason.BIAS
@@ -266,8 +180,8 @@ def test_a_bias_of_many_vectors_is_wrong_and_cannot_be_shrunk() -> None:
 
 
 def test_a_result_without_rows_is_not_right() -> None:
-    call = _latent()
-    out = getattr(references, call.function.value)(**call.arguments())
+    call = latent()
+    out = _right(call)(**call.arguments())
     for wrong in (out[:0], out.flatten(1)):  # the latter is no error of the axes that are put together
         with pytest.raises(ValueError, match="shape"):
             fault_of(call, wrong, None)
@@ -275,23 +189,28 @@ def test_a_result_without_rows_is_not_right() -> None:
 
 def _rows(call: RecordedCall) -> Tensor:
     """Return the references' output, [rows, heads, head_dim]."""
-    returned = getattr(references, call.function.value)(**call.arguments())
+    returned = _right(call)(**call.arguments())
     return (returned[0] if isinstance(returned, tuple) else returned).flatten(0, -3)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, "decode on a rank"])
 def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
-    whole = CALLS[name]
+    whole = (CALLS | RANKS)[name]
     rows, offsets, last = _rows(whole), whole.problem().row_offsets(), whole.problem().batch_size - 1
-    of_last = rows[offsets[last] : offsets[-1]]
-    alone = cut(whole, [Part(last, range(len(of_last)), int(whole.problem().seq_lens[last]))])
+    of_last, kv_len = rows[offsets[last] : offsets[-1]], int(whole.problem().seq_lens[last])
+    alone = cut(whole, [Part(last, range(len(of_last)), kv_len)])
     assert torch.equal(_rows(alone), of_last)
-    for each in (*fewer_pages(alone), *without_dead_slots(alone), next(fewer_pages(alone), alone)):
+    for each in (*fewer_pages(alone), next(fewer_pages(alone), alone)):
         assert torch.equal(_rows(each), of_last)
+    for wiped in without_dead_slots(alone):
+        assert torch.equal(_rows(wiped), of_last)
+        assert list(without_dead_slots(wiped)) == []
+        live = int((wiped.problem().k_cache != 0).any(dim=3).any(dim=1).sum())
+        assert live <= kv_len * (1 if whole.given.get("uses_shared_paged_kv_idx", True) else 2)
     if alone.problem().num_kv_heads > 1:
         second = next(fewer_heads(alone))  # without the first half of the K/V heads
         assert torch.equal(_rows(second), of_last[:, HEADS // 2 :])
-    for first_rows, last_rows in _pairs(fewer_rows(alone)):
+    for first_rows, last_rows in zip(*[fewer_rows(alone)] * 2, strict=True):
         width = first_rows.problem().num_rows
         if whole.problem().causal:
             assert torch.equal(_rows(first_rows), of_last[:width])
@@ -301,54 +220,14 @@ def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
             assert torch.equal(_rows(last_rows), of_last[-width:])
 
 
-def _pairs(calls: Iterator[RecordedCall]) -> Iterator[tuple[RecordedCall, RecordedCall]]:
-    return zip(calls, calls, strict=True)
-
-
-def test_one_request_of_a_rank_keeps_its_number_of_keys_on_all_ranks() -> None:
-    rank = {
-        "cp_world": 2,
-        "cp_rank": 1,
-        "causal_seqlens_kv_global": torch.tensor([5, 12, 30]).int(),
-        "return_lse": True,
-    }
-    whole = _decode(**rank)
-    alone = cut(whole, [Part(1, range(1), int(whole.problem().seq_lens[1]))])
-    assert torch.equal(_rows(alone), _rows(whole)[1:2])
-
-
-def test_offsets_of_pages_stay_offsets_of_pages() -> None:
-    parts = [Part(1, range(1), 16), Part(2, range(1), 17)]
-    assert cut(_context(), parts).given["cum_seq_lens_kv"].tolist() == [0, 16, 33]
-    assert cut(_context(cum_seq_lens_kv=PAGE_OFFSETS), parts).given["cum_seq_lens_kv"].tolist() == [0, 1, 3]
-
-
 def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:
-    table = torch.tensor([[4, 0, 0], [8, 2, 0], [4, 1, 7]]).int()  # of 1, 2 and 3 pages
-    by_table, by_id = fewer_pages(_decode(block_tables=table))
+    table = int32([4, 0, 0], [8, 2, 0], [4, 1, 7])  # of 1, 2 and 3 pages
+    by_table, by_id = fewer_pages(decode(block_tables=table))
     assert by_table.given["block_tables"].tolist() == [[0, 0, 0], [1, 2, 0], [0, 3, 4]]
     assert by_id.given["block_tables"].tolist() == [[2, 0, 0], [4, 1, 0], [2, 0, 3]]
-    kept = decode_arguments()["kv_cache"][1]
-    assert torch.equal(by_table.given["kv_cache"][1], kept[[4, 8, 2, 1, 7]])
-    assert torch.equal(by_id.given["kv_cache"][1], kept[[1, 2, 4, 7, 8]])
     assert list(fewer_pages(by_table)) == []
     (again,) = fewer_pages(by_id)  # by the table; in its old order there is nothing to change
-    assert again.given["block_tables"].tolist() == by_table.given["block_tables"].tolist()
-
-
-@pytest.mark.parametrize("name", ["decode", "decode, NHD", "decode, one tensor", "MLA"])
-def test_dead_slots_are_zero_and_live_ones_as_they_were(name: str) -> None:
-    call = CALLS[name]
-    (wiped,) = without_dead_slots(call)
-    assert list(without_dead_slots(wiped)) == []
-    before, after = (each.problem() for each in (call, wiped))
-    live = 0
-    for request, kv_len in enumerate(before.seq_lens.tolist()):
-        for token in range(kv_len):
-            page, slot = int(before.k_block_tables[request, token // before.page_size]), token % before.page_size
-            assert torch.equal(after.k_cache[page, :, slot], before.k_cache[page, :, slot])
-            live += 1
-    assert int((after.k_cache != 0).any(dim=3).any(dim=1).sum()) == live
+    assert torch.equal(again.given["block_tables"], by_table.given["block_tables"])
 
 
 def test_rows_of_no_request_are_left_out() -> None:
@@ -376,12 +255,12 @@ MINIMAL = {"requests": 1, "rows": 1, "keys": [1], "heads": (1, 1), "window": -1,
 @pytest.mark.parametrize(
     ("name", "call", "trigger"),
     [
-        ("bmm2_hardcoded_1", _decode(bmm2_scale=2.0, window_left=7), {"bmm2_scale": 2.0}),
-        ("window_off_by_one_wide", _decode(bmm2_scale=2.0, window_left=7), {"window": 7, "keys": [9]}),
-        ("heads_interleaved", _decode(sinks=SINKS), {"heads": (4, 2)}),
-        ("rows_reversed", _verify(4), {"rows": 2, "mask": True}),
-        ("full_mask_to_causal", _verify(4), {"rows": 2, "mask": True}),
-        ("equal_lengths_share_keys", _decode(seq_lens=torch.tensor([9, 9, 4]).int()), {"requests": 2, "keys": [1, 1]}),
+        ("bmm2_hardcoded_1", decode(bmm2_scale=2.0, window_left=7), {"bmm2_scale": 2.0}),
+        ("window_off_by_one_wide", decode(bmm2_scale=2.0, window_left=7), {"window": 7, "keys": [9]}),
+        ("heads_interleaved", decode(sinks=SINKS), {"heads": (4, 2)}),
+        ("rows_reversed", verify(4), {"rows": 2, "mask": True}),
+        ("full_mask_to_causal", verify(4), {"rows": 2, "mask": True}),
+        ("equal_lengths_share_keys", decode(seq_lens=int32(9, 9, 4)), {"requests": 2, "keys": [1, 1]}),
     ],
 )
 def test_a_wrong_kernel_is_shrunk_to_its_trigger(name: str, call: RecordedCall, trigger: dict[str, Any]) -> None:
@@ -395,16 +274,6 @@ def test_a_wrong_kernel_is_shrunk_to_its_trigger(name: str, call: RecordedCall, 
     assert _status(_program(smaller, fault), references.trtllm_batch_decode_with_kv_cache) == 0
 
 
-def _if(condition: Callable[[Mapping[str, Any]], bool], then: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a decode that is right, unless a condition of its arguments holds: then its result is changed."""
-
-    def call(**arguments: Any) -> Any:
-        returned = references.trtllm_batch_decode_with_kv_cache(**arguments)
-        return then(returned) if condition(arguments) else returned
-
-    return call
-
-
 def _has_long(arguments: Mapping[str, Any]) -> bool:
     return bool((arguments["seq_lens"] > 20).any())
 
@@ -416,10 +285,6 @@ def _raise(error: type[Exception]) -> Callable[[Any], Any]:
     return then
 
 
-def _output_times(factor: float) -> Callable[[Any], Any]:
-    return lambda returned: (returned[0] * factor, returned[1]) if isinstance(returned, tuple) else returned * factor
-
-
 def _lse_plus_one(returned: Any) -> Any:
     return (returned[0], returned[1] + 1) if isinstance(returned, tuple) else returned
 
@@ -427,15 +292,15 @@ def _lse_plus_one(returned: Any) -> Any:
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        (_output_times(2.0), Reason.OUTPUT),
-        (_output_times(torch.nan), Reason.NOT_FINITE),
+        (_times(2.0), Reason.OUTPUT),
+        (_times(torch.nan), Reason.NOT_FINITE),
         (_raise(RuntimeError), Reason.RAISED),
         (_lse_plus_one, Reason.LSE),
     ],
 )
 def test_a_length_is_found_to_the_key(then: Callable[[Any], Any], reason: Reason) -> None:
-    wrong = _if(_has_long, then)
-    smaller, fault = _smallest(_decode(return_lse=True), wrong)
+    wrong = _wrong(then, _has_long)
+    smaller, fault = _smallest(decode(return_lse=True), wrong)
     assert fault is not None
     assert (fault.reason, _facts(smaller)) == (reason, MINIMAL | {"keys": [21]})
     assert smaller.given["return_lse"] == (reason is Reason.LSE)
@@ -453,43 +318,42 @@ def test_another_fault_on_the_way_is_not_followed() -> None:
             raise RuntimeError("too short")
         return references.trtllm_batch_decode_with_kv_cache(**arguments) * 2
 
-    assert _facts(_smallest(_decode(), wrong)[0])["keys"] == [21]
+    assert _facts(_smallest(decode(), wrong)[0])["keys"] == [21]
 
     def raises(**arguments: Any) -> Any:
         raise (TypeError if _has_long(arguments) else KeyError)("too long or too short")
 
-    smaller, fault = _smallest(_decode(), raises)
+    smaller, fault = _smallest(decode(), raises)
     assert fault is not None
     assert (fault.error, _facts(smaller)["keys"]) == ("TypeError", [21])
 
 
-def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
+def _with_nan_after_its_keys() -> RecordedCall:
     arguments = decode_arguments()
     for side in arguments["kv_cache"]:
         side[arguments["block_tables"][1, 1], :, 1:] = torch.nan  # after 17 keys in pages of 16
+    return RecordedCall(DECODE, arguments)
 
+
+def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
     def wrong(**given: Any) -> Any:
         out = references.trtllm_batch_decode_with_kv_cache(**given)
         spoilt = given["kv_cache"][0][given["block_tables"].long()].isnan().flatten(1).any(dim=1)
         return torch.where(spoilt[:, None, None], torch.nan, out)
 
-    call = _recorded(DECODE, arguments)
-    smaller, fault = _smallest(call, wrong)
+    call = _with_nan_after_its_keys()
+    by_calling, fault = _smallest(call, wrong)
     assert fault is not None
     assert fault.reason is Reason.NOT_FINITE
-    assert _facts(smaller)["requests"] == 1
-    assert "kv_cache" in smaller.drawn
-    assert _status(_program(smaller, fault), wrong) == 1
-    kept, fault = shrunk(replace(call, out=wrong(**arguments)), recorded_fault)
-    assert _facts(kept)["requests"] == 1
-    assert _status(_program(kept, fault), wrong) == 1
+    assert "kv_cache" in by_calling.drawn
+    recorded, _ = shrunk(replace(call, out=wrong(**call.given)), recorded_fault)
+    for smaller in (by_calling, recorded):
+        assert _facts(smaller)["requests"] == 1
+        assert _status(_program(smaller, fault), wrong) == 1
 
 
 def test_what_is_not_finite_without_effect_is_left_out() -> None:
-    arguments = decode_arguments()
-    for side in arguments["kv_cache"]:
-        side[arguments["block_tables"][1, 1], :, 1:] = torch.nan
-    smaller, _ = _smallest(_recorded(DECODE, arguments), _if(_has_long, lambda out: out * 2))
+    smaller, _ = _smallest(_with_nan_after_its_keys(), _wrong(_times(2.0), _has_long))
     assert all(bool(side.isfinite().all()) for side in smaller.given["kv_cache"])
 
 
@@ -502,41 +366,31 @@ def test_requests_that_see_a_nan_are_not_what_is_wrong() -> None:
         out, lse = references.trtllm_batch_decode_with_kv_cache(**given)
         return torch.where(is_first[:, None, None], torch.nan, out), torch.where(is_first[:, None], torch.nan, lse)
 
+    call = RecordedCall(DECODE, arguments)
     with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
-        _smallest(_recorded(DECODE, arguments), nan_in_first)
-    assert _status(_program(_recorded(DECODE, arguments)), nan_in_first) == 0
-
-
-def _of_users(call: RecordedCall) -> RecordedCall:
-    """Return a decode whose contents no normal distribution draws."""
-    given = dict(call.given)
-    given["query"] = given["query"] + 1000
-    given["kv_cache"] = tuple(each + 1000 for each in given["kv_cache"])
-    return _recorded(DECODE, given | {"sinks": SINKS})
+        _smallest(call, nan_in_first)
+    assert _status(_program(call), nan_in_first) == 0
 
 
 @pytest.mark.parametrize("is_of_contents", [False, True], ids=["wrong with any contents", "wrong with these contents"])
 def test_synthetic_contents_hold_nothing_of_the_users(is_of_contents: bool, tmp_path: Path) -> None:
-    call = _of_users(_decode())
-    wrong = _if(lambda given: not is_of_contents or bool((given["query"] > 500).any()), lambda out: out * 2)
+    """The contents are such as no normal distribution draws."""
+    given = decode_arguments(sinks=SINKS)
+    given |= {"query": given["query"] + 1000, "kv_cache": tuple(each + 1000 for each in given["kv_cache"])}
+    call = RecordedCall(DECODE, given)
+    wrong = _wrong(_times(2.0), lambda given: not is_of_contents or bool((given["query"] > 500).any()))
+    smaller, fault = _smallest(call, wrong)
+    assert ("query" in smaller.drawn, "kv_cache" in smaller.drawn) == (not is_of_contents, True)
+    assert _status(_program(smaller, fault), wrong) == 1
     smaller, fault = _smallest(call, wrong, synthetic=True)
     write_repro(tmp_path, smaller, fault, {"GPU": "none"})
     program = _written(tmp_path)
     arguments = _arguments_of(program)
-    contents = [arguments["query"], *arguments["kv_cache"]]
-    assert all(float(each.abs().max()) < 10 for each in contents)
+    assert all(float(each.abs().max()) < 10 for each in (arguments["query"], *arguments["kv_cache"]))
     assert not torch.equal(*arguments["kv_cache"])
     assert not any(each.is_floating_point() and each.numel() > 1 for each in program.saved.values())
     assert (fault is None) == is_of_contents
     assert _status(program, wrong) == int(not is_of_contents)
-
-
-def test_contents_that_matter_stay() -> None:
-    wrong = _if(lambda given: bool((given["query"] > 500).any()), lambda out: out * 2)
-    smaller, fault = _smallest(_of_users(_decode()), wrong)
-    assert "query" not in smaller.drawn
-    assert "kv_cache" in smaller.drawn
-    assert _status(_program(smaller, fault), wrong) == 1
 
 
 @pytest.mark.parametrize("end", [torch.AcceleratorError, KeyboardInterrupt])
@@ -548,12 +402,12 @@ def test_a_lost_gpu_or_ctrl_c_ends_the_search_with_what_was_found(
             raise end("illegal memory access")
         return references.trtllm_batch_decode_with_kv_cache(**arguments) * 2
 
-    smaller, fault = _smallest(_decode(), crashes)
+    smaller, fault = _smallest(decode(), crashes)
     assert fault is not None
     assert _facts(smaller)["requests"] == 2
     monkeypatch.setattr("lab.recorded.call.new_workspace", mock.Mock(side_effect=torch.AcceleratorError("lost")))
     with pytest.raises(RecordingError, match="cannot be shrunk: lost"):
-        _smallest(_decode(), crashes)
+        _smallest(decode(), crashes)
 
 
 def test_selected_entries_are_left_out_unless_they_make_the_result_wrong() -> None:
@@ -571,11 +425,8 @@ def test_selected_entries_are_left_out_unless_they_make_the_result_wrong() -> No
 
 
 def test_what_a_program_cannot_express_is_refused() -> None:
-    nvfp4 = tuple(torch.zeros(9, 2, PAGE_SIZE, 32, dtype=torch.uint8) for _ in range(2))
-    factors = tuple(torch.zeros(9, 2, PAGE_SIZE, 4).to(E4M3) for _ in range(2))
-    call = _decode(kv_cache=nvfp4, kv_cache_sf=factors, backend="xqa")
     with pytest.raises(RecordingError, match="cannot express kv_cache_sf yet"):
-        _program(call)
+        _program(NVFP4)
 
 
 def test_gaps_between_pages_are_kept() -> None:
@@ -588,7 +439,7 @@ def test_gaps_between_pages_are_kept() -> None:
         seen.append(arguments["kv_cache"][1].stride())
         return references.trtllm_batch_decode_with_kv_cache(**arguments)
 
-    assert _status(_program(_decode(kv_cache=(gaps[:, 0], gaps[:, 1]))), right) == 0
+    assert _status(_program(decode(kv_cache=(gaps[:, 0], gaps[:, 1]))), right) == 0
     assert seen == [gaps[:, 1].stride()]
 
 
@@ -605,7 +456,7 @@ def _not_zero_without_keys(**arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "wrong"),
     [
-        (_decode(bmm2_scale=2.0), _without_bmm2_scale),
+        (decode(bmm2_scale=2.0), _without_bmm2_scale),
         (CALLS["verify, window, more rows than keys"], _not_zero_without_keys),
     ],
 )
@@ -701,7 +552,7 @@ def test_no_module_that_only_a_file_names_is_imported(
 
 def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_code(tmp_path: Path) -> None:
     name = 'a"""; raise SystemExit(9)\n"""\\'
-    call = replace(_decode(), raised=f"{name}: launch failed", module="flashinfer.decode")
+    call = replace(decode(), raised=f"{name}: launch failed", module="flashinfer.decode")
     fault = recorded_fault(call)
     assert fault is not None
     assert fault.sentence.endswith(": launch failed")
@@ -716,7 +567,7 @@ def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_co
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
     """In a process of its own, with a wrong FlashInfer."""
-    write_repro(tmp_path, _decode(bmm2_scale=2.0), Fault(Reason.OUTPUT, ""), {})
+    write_repro(tmp_path, decode(bmm2_scale=2.0), Fault(Reason.OUTPUT, ""), {})
     assert (tmp_path / "repro.pt").exists()
     (package := tmp_path / "flashinfer").mkdir()
     (package / "__init__.py").write_text("__version__ = '0'")
@@ -732,7 +583,7 @@ def test_the_program_runs_alone(tmp_path: Path) -> None:
 def test_the_program_says_that_the_call_is_right_or_was_not_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = _program(_decode(bmm2_scale=2.0))
+    program = _program(decode(bmm2_scale=2.0))
     assert _status(program, references.trtllm_batch_decode_with_kv_cache) == 0
     assert capsys.readouterr().out.endswith("right\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -793,7 +644,7 @@ def test_an_error_is_the_fault_only_if_the_recorded_call_raised_it(
         raise error("too long")
 
     def status(fault: Fault | None, out: Tensor | None = SINKS) -> tuple[int, str]:
-        return _status(_program(replace(_decode(), out=out), fault), raises), capsys.readouterr().out
+        return _status(_program(replace(decode(), out=out), fault), raises), capsys.readouterr().out
 
     not_run, wrong = (2, f"not run: {error.__name__}: too long\n"), (1, f"WRONG: {error.__name__}: too long\n")
     assert status(None) == status(Fault(Reason.OUTPUT, "")) == not_run
@@ -802,7 +653,7 @@ def test_an_error_is_the_fault_only_if_the_recorded_call_raised_it(
 
 
 def test_an_issue_of_a_right_call_says_so(tmp_path: Path) -> None:
-    write_repro(tmp_path, _decode(bmm2_scale=2.0), None, {}, "flashinfer.decode")
+    write_repro(tmp_path, decode(bmm2_scale=2.0), None, {}, "flashinfer.decode")
     right = (tmp_path / "ISSUE.md").read_text()
     assert ": right with drawn contents (" in right
     assert "got" not in right
@@ -811,7 +662,7 @@ def test_an_issue_of_a_right_call_says_so(tmp_path: Path) -> None:
 def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
     arguments = decode_arguments()
     arguments["kv_cache"][0][arguments["block_tables"][0, 0], :, 0] = torch.nan
-    call = _recorded(DECODE, arguments)
+    call = RecordedCall(DECODE, arguments)
     out = references.trtllm_batch_decode_with_kv_cache(**arguments)
     out[2, 3] *= 2
     fault = fault_of(call, out, None)
@@ -820,7 +671,7 @@ def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
 
 
 def test_a_call_that_did_not_return_is_kept_whole_without_a_call(tmp_path: Path) -> None:
-    call = _decode()
+    call = decode()
     kept, fault = shrunk(call, recorded_fault)
     assert kept is call
     assert fault is not None

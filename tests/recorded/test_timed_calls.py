@@ -10,29 +10,25 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls.problem import E4M3
+from lab.calls import AttentionCall
 from lab.kernels import PlannedOnce
-from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
-from lab.recorded.call import RecordingError
+from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.timed import RecordedPass
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.staging import check_results, renew
 from lab.timing.work import GpuWork
 from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
-from tests.cases import CONTEXT, DECODE, MLA, RAGGED
+from tests.cases import CONTEXT, RAGGED
+from tests.recorded.kinds import CALLS, NVFP4, RANKS, int32
 from tests.recorded.record_calls import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
     LENGTHS,
-    PAGE_OFFSETS,
     PAGE_SIZE,
     context_arguments,
     decode_arguments,
-    latent_arguments,
-    ragged_arguments,
-    selecting_arguments,
     several_rows,
 )
 from tests.recorded.write_calls import write_call
@@ -43,73 +39,19 @@ FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
 WRONG = "output vectors are wrong"
 
 
-def _shared_pages(**changes: Any) -> dict[str, Any]:
-    """Requests 1 and 2 share their first page, and cells after the last pages hold ids of no page."""
-    arguments = decode_arguments(**changes)
-    tables = arguments["block_tables"]
-    tables[2, 0], tables[0, 1], tables[0, 2] = tables[1, 0], -1, 99
-    return arguments
-
-
-def _separate_tables() -> dict[str, Any]:
-    arguments = decode_arguments(uses_shared_paged_kv_idx=False)
-    tables = arguments["block_tables"]
-    return arguments | {"block_tables": torch.stack([tables, tables.flip(0, 1)], dim=1)}
-
-
-def _e4m3() -> dict[str, Any]:
-    arguments = decode_arguments(bmm1_scale=0.01)
-    return arguments | {"kv_cache": tuple((4 * each.float()).to(E4M3) for each in arguments["kv_cache"])}
-
-
-def _nvfp4() -> dict[str, Any]:
-    arguments, draw = decode_arguments(backend="xqa"), torch.Generator().manual_seed(2)
-    shape = arguments["kv_cache"][0].shape[:3]
-    sides = tuple(torch.randint(256, (*shape, HEAD_DIM // 2), dtype=torch.uint8, generator=draw) for _ in range(2))
-    factors = tuple((0.1 + torch.rand(*shape, HEAD_DIM // 16, generator=draw)).to(E4M3) for _ in range(2))
-    return arguments | {"kv_cache": sides, "kv_cache_sf": factors}
-
-
-MASKS = [[[1, 0], [3, 0]], [[3, 0], [3, 0]], [[1, 0], [2, 0]]]  # of each request
-CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "decode": (DECODE, decode_arguments),
-    "several rows": (DECODE, several_rows),
-    "a given out": (DECODE, lambda: decode_arguments(out=torch.zeros(3, HEADS, HEAD_DIM, dtype=torch.float16))),
-    "sinks": (DECODE, lambda: decode_arguments(sinks=torch.arange(HEADS).float())),
-    "a draft mask": (DECODE, lambda: several_rows(mask=torch.tensor(MASKS, dtype=torch.uint16))),
-    "a window": (DECODE, lambda: decode_arguments(window_left=3)),
-    "shared pages": (DECODE, _shared_pages),
-    "separate tables": (DECODE, _separate_tables),
-    "e4m3": (DECODE, _e4m3),
-    "short requests": (
-        DECODE,
-        lambda: several_rows(seq_lens=torch.tensor([1, 2, 33], dtype=torch.int32)),
-    ),
-    "NVFP4": (DECODE, _nvfp4),
-    "context": (CONTEXT, context_arguments),
-    "context, all keys": (CONTEXT, lambda: context_arguments(causal=False)),
-    "context, offsets of pages": (CONTEXT, lambda: context_arguments(cum_seq_lens_kv=PAGE_OFFSETS)),
-    "latent": (MLA, latent_arguments),
-    "selected entries": (MLA, selecting_arguments),
-    "numbers of selected entries": (
-        MLA,
-        lambda: selecting_arguments(sparse_mla_top_k_lens=torch.tensor([1, 3, 2, 4]).int()),
-    ),
-    "ragged": (RAGGED, ragged_arguments),
-}
-
-
-def _recorded(folder: Path, name: str) -> Any:
-    function, make = CALLS[name]
-    (case,) = recorded_cases(
-        write_call(folder, function, make() | {"workspace_buffer": torch.zeros(1)}, (torch.zeros(1),))
-    )
-    return case
+SHORT = several_rows(seq_lens=int32(1, 2, 33))
+KINDS = CALLS | RANKS | {"NVFP4": NVFP4, "short requests": RecordedCall(AttentionCall.DECODE, SHORT)}
 
 
 @pytest.fixture
 def passes(tmp_path: Path) -> Callable[[str], TimedPasses]:
-    return lambda name: TimedPasses.of(_recorded(tmp_path / name, name), CPU)
+    def timed(name: str) -> TimedPasses:
+        call = KINDS[name]
+        given = call.given | {"workspace_buffer": torch.zeros(1)}
+        (case,) = recorded_cases(write_call(tmp_path / name, call.function.value, given, (torch.zeros(1),)))
+        return TimedPasses.of(case, CPU)
+
+    return timed
 
 
 def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, tokens: bool = True) -> None:
@@ -118,7 +60,7 @@ def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, token
     check_results([work], seeds)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", KINDS)
 def test_one_call_is_right_on_contents_that_change_under_it(name: str, passes: Any) -> None:
     work = passes(name).work(references)
     call = work.call()
@@ -143,12 +85,12 @@ def test_each_call_finds_some_tokens_changed_in_place_and_new_contents_are_every
     renew(work, FIRST)
     before = [side.clone() for side in work.arguments["kv_cache"]]
     renew(work, Seeds(FIRST.tokens, 3), tokens=False)
-    live = torch.zeros(9, PAGE_SIZE, dtype=torch.bool)  # pages and slots
-    for pages, length in zip(work.arguments["block_tables"].long(), LENGTHS, strict=True):
-        tokens = torch.arange(length)
-        live[pages[tokens // PAGE_SIZE], tokens % PAGE_SIZE] = True
+    tokens = [(request, token) for request, length in enumerate(LENGTHS) for token in range(length)]
+    table = work.arguments["block_tables"]
+    live = {(int(table[request, token // PAGE_SIZE]), token % PAGE_SIZE) for request, token in tokens}
     for side, old in zip(work.arguments["kv_cache"], before, strict=True):
-        assert torch.equal((side != old).any(dim=-1).all(dim=1), live)  # all of 55 tokens: fewer than 256
+        changed = (side != old).any(dim=-1).all(dim=1).nonzero().tolist()  # pages and slots
+        assert {(page, slot) for page, slot in changed} == live  # all of 55 tokens: fewer than 256
     renew(work, SHORTER)
     for side, old in zip(work.arguments["kv_cache"], before, strict=True):
         assert bool((side != old).any(dim=-1).all())
@@ -172,21 +114,11 @@ def test_lengths_become_shorter_for_some_seeds_and_keep_the_query_s_own_keys(pas
         lengths = work.arguments["seq_lens"].tolist()
         assert lengths == [1, 2, 33] or seed % SHORTER_EVERY == 0
         seen.add(tuple(lengths))
-    assert {lengths[0] for lengths in seen} == {1}
-    assert {lengths[1] for lengths in seen} == {2}
-    assert {lengths[2] for lengths in seen} <= {30, 31, 32, 33}
+    assert seen <= {(1, 2, last) for last in (30, 31, 32, 33)}
     assert len(seen) > 1
 
 
-def test_offsets_of_pages_stay_offsets_of_pages(passes: Any) -> None:
-    work = passes("context, offsets of pages").work(references)
-    for seeds in (FIRST, SHORTER, Seeds(1, 3)):
-        renew(work, seeds)
-        pages = num_pages(work.arguments["seq_lens"], PAGE_SIZE)
-        assert torch.equal(work.arguments["cum_seq_lens_kv"], exclusive_cumsum(pages))
-
-
-@pytest.mark.parametrize(("name", "is_right"), [("e4m3", True), ("decode", False)])
+@pytest.mark.parametrize(("name", "is_right"), [("decode, e4m3", True), ("decode", False)])
 def test_products_in_e4m3_are_right_over_an_e4m3_cache(name: str, is_right: bool, passes: Any) -> None:
     class Rounding:
         @staticmethod
@@ -201,7 +133,7 @@ def test_products_in_e4m3_are_right_over_an_e4m3_cache(name: str, is_right: bool
 
 def test_a_part_is_of_requests_that_the_seeds_choose(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lab.workloads.inputs.redraw.PART_PAIRS", 1)
-    work = passes("a draft mask").work(references)
+    work = passes("decode, several rows").work(references)
     judged = set()
     for seed in range(12):
         seeds = Seeds(FIRST.tokens, seed)
@@ -248,19 +180,17 @@ def test_works_share_all_but_their_outputs_and_no_tensor_with_the_judge(passes: 
 
 
 def test_shapes_strides_tables_and_deviations_are_the_recorded_ones(passes: Any) -> None:
-    both = passes("shared pages")
+    both = passes("decode, shared pages")
     work = both.work(references)
-    arguments = work.arguments
-    made = _shared_pages()
-    assert torch.equal(arguments["block_tables"], made["block_tables"])
-    assert arguments["kv_cache"][1].stride() == made["kv_cache"][1].stride()
+    made = KINDS["decode, shared pages"].given
+    assert torch.equal(work.arguments["block_tables"], made["block_tables"])
+    assert work.arguments["kv_cache"][1].stride() == made["kv_cache"][1].stride()
     assert both.forward.deviations == pytest.approx([1.0, 1.0, 1.0], abs=0.1)
-    four_times = passes("e4m3")
+    four_times = passes("decode, e4m3")
     assert four_times.forward.deviations == pytest.approx([1.0, 4.0, 4.0], abs=0.4)
     drawn = four_times.work(references)
     renew(drawn, FIRST)
-    for side in drawn.arguments["kv_cache"]:
-        assert float(side.float().std()) == pytest.approx(4.0, abs=0.4)
+    assert [float(side.float().std()) for side in drawn.arguments["kv_cache"]] == pytest.approx([4.0, 4.0], abs=0.4)
     renew(work, FIRST)
     table = work.arguments["block_tables"]
     assert table[2, 0] == table[1, 0] != made["block_tables"][1, 0]
@@ -272,15 +202,16 @@ def test_the_floor_is_of_the_keys_that_rows_see(passes: Any) -> None:
     token, row, pair = 2 * KV_HEADS * HEAD_DIM * 2, 2 * HEADS * HEAD_DIM * 2, 4 * HEADS * HEAD_DIM
     expected = {
         "decode": (sum(LENGTHS) * token + 3 * row, sum(LENGTHS) * pair),
-        "several rows": (sum(LENGTHS) * token + 6 * row, (2 * sum(LENGTHS) - 3) * pair),
-        "a window": (12 * token + 3 * row, 12 * pair),
-        "shared pages": ((sum(LENGTHS) - PAGE_SIZE) * token + 3 * row, sum(LENGTHS) * pair),
-        "separate tables": (sum(LENGTHS) * token + 3 * row, sum(LENGTHS) * pair),
-        "e4m3": (sum(LENGTHS) * token // 2 + 3 * row, sum(LENGTHS) * pair),
+        "decode, several rows": (sum(LENGTHS) * token + 6 * row, (2 * sum(LENGTHS) - 3) * pair),
+        "decode, window": (12 * token + 3 * row, 12 * pair),
+        "decode, shared pages": ((sum(LENGTHS) - PAGE_SIZE) * token + 3 * row, sum(LENGTHS) * pair),
+        "decode, separate tables": (sum(LENGTHS) * token + 3 * row, sum(LENGTHS) * pair),
+        "decode, e4m3": (sum(LENGTHS) * token // 2 + 3 * row, sum(LENGTHS) * pair),
         "NVFP4": (sum(LENGTHS) * (token // 4 + token // 32) + 3 * row, sum(LENGTHS) * pair),
-        "context": ((5 + 33) * token + 8 * row, (3 + 4 + 5 + 29 + 30 + 31 + 32 + 33) * pair),
-        "context, all keys": ((5 + 33) * token + 8 * row, (3 * 5 + 5 * 33) * pair),
-        "latent": (45 * 80 * 2 + 2 * HEADS * (80 + 64) * 2, 45 * 2 * HEADS * (80 + 64)),
+        # Request 1 has no row.
+        "context, offsets of pages": ((5 + 33) * token + 8 * row, (3 + 4 + 5 + 29 + 30 + 31 + 32 + 33) * pair),
+        "context, not causal": (sum(LENGTHS) * token + 7 * row, (5 + 4 * 17 + 2 * 33) * pair),
+        "MLA": (45 * 80 * 2 + 2 * HEADS * (80 + 64) * 2, 45 * 2 * HEADS * (80 + 64)),
         "ragged": ((10 + 5) * 2 * HEADS * (48 + 32), (3 + 4 + 4 + 5 + 6) * 2 * HEADS * (48 + 32)),
     }
     for name, numbers in expected.items():
@@ -291,20 +222,18 @@ def test_the_floor_is_of_the_keys_that_rows_see(passes: Any) -> None:
 def test_facts_name_the_call(passes: Any) -> None:
     facts = case_facts(passes("context").forward.case)
     assert (facts["mode"], facts["geometry"], facts["page_size"]) == ("context", "4/2 heads of 64", 16)
-    assert (facts["requests"], facts["query_tokens"], facts["kv_tokens"], facts["kv_dtype"]) == (3, 8, 55, "bfloat16")
+    assert (facts["requests"], facts["query_tokens"], facts["kv_tokens"], facts["kv_dtype"]) == (3, 7, 55, "bfloat16")
     ragged = passes("ragged").forward
     assert (ragged.case.page_size, ragged.functions) == (None, [RAGGED])
     assert ragged.pool_bytes == 2 * 10 * HEADS * (48 + 32)
 
 
 def test_a_call_that_cannot_be_timed_is_refused(tmp_path: Path) -> None:
-    none = context_arguments(cum_seq_lens_q=torch.zeros(4, dtype=torch.int32)) | {"workspace_buffer": torch.zeros(1)}
-    for arguments, sentence in (
-        (none, "call 1: no request has a query row"),
-        (none | {"batch_size": 7}, "call 1: batch_size=7"),
-    ):
-        (case,) = recorded_cases(write_call(tmp_path / sentence[-3:], CONTEXT, arguments, (torch.zeros(1),)))
-        with pytest.raises(RecordingError, match=sentence):
+    none = context_arguments(cum_seq_lens_q=int32(0, 0, 0, 0)) | {"workspace_buffer": torch.zeros(1)}
+    changes = {"no request has a query row": {}, "batch_size=7": {"batch_size": 7}}
+    for sentence, change in changes.items():
+        (case,) = recorded_cases(write_call(tmp_path / sentence, CONTEXT, none | change, (torch.zeros(1),)))
+        with pytest.raises(RecordingError, match=f"call 1: {sentence}"):
             RecordedPass.of(case, CPU)
     with pytest.raises(RecordingError, match=r"call 1: .*no such|cannot be read"):
         RecordedPass.of(dataclasses.replace(case, path=str(tmp_path / "absent")), CPU)

@@ -20,11 +20,13 @@ def write_call(folder: Path, function: str, arguments: Mapping[str, Any], return
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             tensors[f"kwarg_{name}"] = value
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             keys = [f"kwarg_{name}__{place}" for place in range(len(value))]
             tensors |= dict(zip(keys, value, strict=True))
             items = [{"type": "torch.Tensor", "tensor_key": key} for key in keys]
-            others[f"kwarg_{name}"] = {"type": "tuple", "items": items, "truncated": False}
+            others[f"kwarg_{name}"] = {"type": type(value).__name__, "items": items, "truncated": False}
+        elif isinstance(value, torch.dtype):
+            others[f"kwarg_{name}"] = {"type": "torch.dtype", "value": str(value)}
         else:
             others[f"kwarg_{name}"] = value
     torch.save(tensors, path / "inputs.pt")
@@ -34,6 +36,16 @@ def write_call(folder: Path, function: str, arguments: Mapping[str, Any], return
         json.dumps({"function_name": function, "input_metadata": others, "timestamp": "20261126"})
     )
     return folder
+
+
+def same(read: Any, made: Any, has_strides: bool = True) -> bool:
+    """Tell whether two arguments are equal, tensors in dtype and strides too."""
+    if isinstance(made, torch.Tensor):
+        has_layout = read.dtype == made.dtype and (read.stride() == made.stride() or not has_strides)
+        return has_layout and torch.equal(*(each.flatten().view(torch.uint8) for each in (read, made)))
+    if isinstance(made, tuple | list):
+        return type(read) is type(made) and all(same(*sides, has_strides) for sides in zip(read, made, strict=True))
+    return bool(read == made)
 
 
 def changed_bytes(content: bytes) -> Iterator[bytes]:

@@ -117,7 +117,8 @@ def judge(
     with nullcontext(opened) if opened is workers else opened as pool:
         settings = [each.key for each in chosen], count, discover
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
-        offered, report = _offered(pool, report, isinstance(implementation, str), wanted, refused, settings)
+        is_written = path is not None or bool(shard)
+        offered, report = _offered(pool, report, isinstance(implementation, str), is_written, wanted, refused, settings)
         earlier = {} if fresh else earlier_verdicts(path, report.run)
         end = max(start + most, time.monotonic() + min(most, LEAST_SECONDS))
         run = Run(pool, report, chosen, count, end, first_failure, earlier, path, finds, progress)
@@ -200,11 +201,13 @@ def _offered(
     pool: Workers,
     report: Report,
     is_named: bool,
+    is_written: bool,
     wanted: Sequence[Interface],
     refusals: Refusals | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    has, sources = pool.call(partial(offer_of, report.implementation if is_named else ""))
+    # Only a later run, or a merger of shards, reads the digest of the sources, which takes longer than a case.
+    has, sources = pool.call(partial(offer_of, report.implementation if is_named and is_written else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{report.implementation} has none of {', '.join(each.value for each in wanted)}")
     report = replace(report, refusals=() if refusals is None else refusals.names)
