@@ -49,21 +49,24 @@ def test_a_scenario_takes_the_batch_of_the_first_pass_that_is_large_enough(tmp_p
         snapshot(requests, 4)
 
 
-def test_lengths_that_come_again_are_another_pass(tmp_path: Path) -> None:
-    calls = [(DECODE, _lens(*lengths)) for lengths in ((5, 9, 1), (7, 9, 1), (5, 9, 1))]
-    requests = traced_requests(recorded_cases(_written(tmp_path, *calls)))
-    assert [each.input_length for each in requests] == [4, 8, 6, 8, 4, 8]
+@pytest.mark.parametrize(
+    ("calls", "lengths"),
+    [
+        ([(DECODE, _lens(*lengths)) for lengths in ((5, 9, 1), (7, 9, 1), (5, 9, 1))], [4, 8, 6, 8, 4, 8]),
+        ([(MLA, latent_arguments()), (DECODE, several_rows())], [39, 4, 3, 15, 31]),
+    ],
+    ids=["lengths that come again are another pass", "rows of a request are not cached yet"],
+)
+def test_lengths_are_those_before_the_call(
+    calls: list[tuple[str, dict[str, Any]]], lengths: list[int], tmp_path: Path
+) -> None:
+    assert [each.input_length for each in traced_requests(recorded_cases(_written(tmp_path, *calls)))] == lengths
 
 
 def test_prompts_are_those_of_context_calls_where_nothing_decodes(tmp_path: Path) -> None:
     requests = traced_requests(recorded_cases(_written(tmp_path, (CONTEXT, context_arguments()))))
     assert [each.input_length for each in requests] == [3, 5]
     assert scenario("extend/tiny/trace2", requests).q_lens == (3, 5)
-
-
-def test_rows_of_a_request_are_not_cached_yet(tmp_path: Path) -> None:
-    recording = _written(tmp_path, (MLA, latent_arguments()), (DECODE, several_rows()))
-    assert [each.input_length for each in traced_requests(recorded_cases(recording))] == [39, 4, 3, 15, 31]
 
 
 def test_a_call_that_cannot_be_read_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

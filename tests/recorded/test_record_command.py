@@ -90,17 +90,13 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(server), str(ROOT)))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
     assert done.returncode == 7
-    assert done.stdout.split() == [
-        "False",
-        "set",
-        "--port",
-        "30000",
-    ]  # no torch before FlashInfer; the site's own module
+    # No torch before FlashInfer, and the site's own module.
+    assert done.stdout.split() == ["False", "set", "--port", "30000"]
     assert f"recording into {out}; afterwards judge with lab judge --calls {out}" in done.stderr
     assert done.stderr.count(f": 1 of 3 calls recorded in {out}") == 2
-    assert len({Path(case.path).name.split("_")[3] for case in recorded_cases(out)}) == 2, done.stderr
-    assert len({Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)}) == 1  # of both ranks
-    assert run(["judge", "--calls", str(out), "--device", "cpu", "--in-process"]) == 0
+    names = [Path(case.path).stem for case in recorded_cases(out)]
+    assert len({name.split("_")[3] for name in names}) == 2, done.stderr  # of both processes
+    assert len({name.rpartition("call")[2] for name in names}) == 1  # the same call of each
 
 
 @pytest.mark.parametrize(
@@ -123,13 +119,9 @@ def test_each_option_reaches_the_server(server: Path, tmp_path: Path, options: s
 
 
 def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) -> None:
-    out = tmp_path / "calls"
     (server / "serve.py").write_text(CALLS)
-    done = _record(server, out, "--functions", "lab.references", "--shadow", "3")
-    assert done.stderr.count(f": none of 3 calls recorded in {out}; 1 judged, 0 wrong") == 1, done.stderr
-    assert list(out.iterdir()) == []
-    _record(server, out, "--functions", "lab.references", "--most-calls", "1", "--before")
-    assert len(recorded_cases(out)) == 1
+    done = _record(server, tmp_path / "calls", "--functions", "lab.references", "--most-calls", "1", "--before")
+    assert len(recorded_cases(tmp_path / "calls")) == 1, done.stderr
 
 
 def test_the_end_says_in_the_first_process_that_no_function_was_imported(server: Path, tmp_path: Path) -> None:

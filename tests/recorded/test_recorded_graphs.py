@@ -16,6 +16,8 @@ from tests.cases import DECODE
 from tests.recorded.fake_kernels import FakeGraph, decode, decode_kernel, outcomes
 from tests.recorded.record_calls import decode_arguments
 
+pytestmark = pytest.mark.usefixtures("graphs")
+
 
 def _captured(module: ModuleType, *steps: dict[str, Any]) -> FakeGraph:
     graph: FakeGraph = torch.cuda.CUDAGraph()  # type: ignore[assignment]
@@ -30,7 +32,6 @@ def _forward(layer: SimpleNamespace, module: ModuleType, arguments: dict[str, An
     return getattr(module, DECODE)(**arguments)
 
 
-@pytest.mark.usefixtures("graphs")
 def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType, tmp_path: Path) -> None:
     first, second = decode_arguments(), decode_arguments(window_left=3)
     with Recorder(tmp_path, functions=[module]) as recorder:
@@ -52,7 +53,6 @@ def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType
     assert recorder.kept == 5
 
 
-@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("triggers", "kept"),
     [
@@ -73,7 +73,6 @@ def test_replays_are_chosen_as_eager_calls_are(
     assert [(case.replay, case.layer) for case in recorded_cases(tmp_path)] == kept
 
 
-@pytest.mark.usefixtures("graphs")
 def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_path: Path) -> None:
     with Recorder(tmp_path, functions=[module]) as recorder:
         arguments = decode_arguments()
@@ -95,7 +94,6 @@ def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_pa
     assert recorder.kept == 0
 
 
-@pytest.mark.usefixtures("graphs")
 def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType, tmp_path: Path) -> None:
     with Recorder(tmp_path, functions=[module], triggers=Triggers(layers=(1,))):
         arguments = [decode_arguments(), decode_arguments()]
@@ -107,7 +105,6 @@ def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType
         assert [each() is not None for each in held] == [False, True]
 
 
-@pytest.mark.usefixtures("graphs")
 def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp_path: Path) -> None:
     with Recorder(tmp_path, functions=[module], before=True):
         graph = _captured(module, decode_arguments())
@@ -116,7 +113,6 @@ def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp
     assert outcomes(tmp_path) == [Outcome.RIGHT]
 
 
-@pytest.mark.usefixtures("graphs")
 def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
@@ -129,7 +125,6 @@ def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: Mo
     )
 
 
-@pytest.mark.usefixtures("graphs")
 def test_a_query_beside_the_output_in_one_buffer_is_kept(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     buffer = torch.cat((arguments["query"], arguments["query"]))
@@ -151,7 +146,6 @@ def test_a_graph_whose_capture_began_before_the_recorder_is_not_recorded(
     assert recorder.kept == 0
 
 
-@pytest.mark.usefixtures("graphs")
 def test_the_methods_of_graphs_are_put_back(module: ModuleType, tmp_path: Path) -> None:
     before = dict(vars(FakeGraph))
     with Recorder(tmp_path, functions=[module], most_calls=1) as recorder:
