@@ -1,8 +1,6 @@
 """Each trace that an engine's mistake leaves in a call's inputs is named, with its place; a good call has none."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -73,16 +71,24 @@ def test_rows_of_no_request_are_named() -> None:
     assert found == "rows 2 to 2 of the query belong to no request"
 
 
-def _spoilt(request: int, token: int, side: int = 0, head: int = 1, value: float = math.nan) -> PagedAttention:
-    arguments = decode_arguments()
-    page = int(arguments["block_tables"][request, token // PAGE_SIZE])
-    arguments["kv_cache"][side][page, head, token % PAGE_SIZE, 7] = value
-    return DecodeCall(**arguments).problem()
+def _spoilt(
+    *tokens: tuple[int, int],
+    side: int = 0,
+    head: int = 1,
+    value: float = math.nan,
+    arguments: dict[str, Any] | None = None,
+) -> PagedAttention:
+    """Return a decode in which an element of some (request, token) of K or V is not finite."""
+    given = decode_arguments() if arguments is None else arguments
+    for request, token in tokens:
+        page = int(given["block_tables"][request, token // PAGE_SIZE])
+        given["kv_cache"][side][page, head, token % PAGE_SIZE, 7] = value
+    return DecodeCall(**given).problem()
 
 
 @pytest.mark.parametrize(("side", "value"), [(0, math.nan), (1, -math.inf)])
 def test_a_non_finite_key_is_named_with_its_place(side: int, value: float) -> None:
-    problem = _spoilt(2, 18, side, value=value)
+    problem = _spoilt((2, 18), side=side, value=value)
     (found,) = _suspicions(problem)
     place = f"{'KV'[side]} of request 2, key 18 (page {problem.k_block_tables[2, 1]}, slot 2), K/V head 1 holds {value}"
     assert found == f"{place}, one of 1 non-finite keys of the request"
@@ -93,50 +99,50 @@ def test_a_non_finite_key_is_named_with_its_place(side: int, value: float) -> No
     ]
 
 
-def test_another_head_has_not_seen_it() -> None:
-    out = torch.zeros(3, HEADS, HEAD_DIM)
-    out[2, 0] = math.nan  # of K/V head 0
-    assert _origins(_spoilt(2, 18), out) == [
-        "row 2 (request 2) head 0 is not finite: the keys and values that it sees are finite"
-    ]
-
-
-def _windowed(*columns: int) -> PagedAttention:
-    """A window of the last 5 keys of 33, and NaN in the first key of some pages of request 2."""
-    arguments = decode_arguments(window_left=4)
-    for column in columns:
-        arguments["kv_cache"][0][int(arguments["block_tables"][2, column]), 1, 0, 0] = math.nan
-    return DecodeCall(**arguments).problem()
-
-
 def _of_query() -> PagedAttention:
     query = decode_arguments()["query"].clone()
     query[1, 3, 0] = math.nan
     return _problem(query=query)
 
 
-def _in_tail() -> PagedAttention:
-    arguments = decode_arguments()
-    arguments["kv_cache"][1][int(arguments["block_tables"][0, 0]), 0, LENGTHS[0], 0] = math.nan
-    return DecodeCall(**arguments).problem()
+def _verified(*bits: int) -> PagedAttention:
+    """Two draft tokens for each request; token t of the draft is the key at position L - 2 + t. Request 1's second is NaN."""
+    mask = torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2)
+    return _spoilt((1, 16), arguments=several_rows(mask=mask))  # key 16 of 17
+
+
+def _on_a_rank(slot: int) -> PagedAttention:
+    """Rows 3 to 5 see 8, 9 and 10 keys of request 1, of which rank 1 holds 4, 4 and 5. One of these is NaN."""
+    arguments = rank_arguments()
+    arguments["kv_cache"][0, slot, 0] = math.nan
+    return MLADecodeCall(**arguments).problem()
+
+
+WINDOW = {"window_left": 4}  # the last 5 keys of 33
 
 
 @pytest.mark.parametrize(
-    ("problem", "row", "words"),
+    ("problem", "row", "head", "words"),
     [
-        (partial(_windowed, 0), 2, "it must not see K of request 2, key 0"),
-        (partial(_windowed, 0, 2), 2, "it sees K of request 2, key 32 "),
-        (_of_query, 1, "so is its query"),
-        (_in_tail, 0, "holds a non-finite V after the request's last key, which no row sees"),
+        (_spoilt((2, 0), arguments=decode_arguments(**WINDOW)), 2, 3, "it must not see K of request 2, key 0"),
+        (_spoilt((2, 0), (2, 32), arguments=decode_arguments(**WINDOW)), 2, 3, "it sees K of request 2, key 32 "),
+        (_of_query(), 1, 3, "so is its query"),
+        (_spoilt((0, LENGTHS[0]), side=1), 0, 3, "non-finite V after the request's last key, which no row sees"),
+        (_spoilt((2, 18)), 2, 0, "the keys and values that it sees are finite"),  # of K/V head 0
+        (_verified(1, 3), 2, 3, "it must not see K of request 1, key 16"),
+        (_verified(3, 3), 2, 3, "it sees K of request 1, key 16"),
+        (_verified(3, 1), 2, 3, "it sees K of request 1, key 16"),
+        (_on_a_rank(4), 3, 3, "it must not see K of request 1"),
+        (_on_a_rank(3), 4, 3, "it sees K of request 1"),  # rows of one count see the same keys
+        (_on_a_rank(3), 5, 3, "it sees K of request 1"),
     ],
 )
-def test_the_origin_of_a_non_finite_output_is_named(
-    problem: Callable[[], PagedAttention], row: int, words: str
-) -> None:
-    out = torch.zeros(3, HEADS, HEAD_DIM)
-    out[row, 3] = math.nan
-    (found,) = _origins(problem(), out)
-    assert found.startswith(f"row {row} (request {row}) head 3 is not finite: ")
+def test_the_origin_of_a_non_finite_output_is_named(problem: PagedAttention, row: int, head: int, words: str) -> None:
+    out = torch.zeros(problem.num_rows, HEADS, HEAD_DIM)
+    out[row, head] = math.nan
+    (found,) = _origins(problem, out)
+    request = sum(row >= end for end in problem.row_offsets()[1:])
+    assert found.startswith(f"row {row} (request {request}) head {head} is not finite: ")
     assert words in found
 
 
@@ -146,33 +152,6 @@ def test_a_request_without_keys_has_no_page_whose_rest_is_searched() -> None:
     out = torch.full((3, HEADS, HEAD_DIM), math.nan)
     found, *_ = _origins(DecodeCall(**arguments).problem(), out)
     assert found == "row 0 (request 0) head 0 is not finite: the keys and values that it sees are finite"
-
-
-def _verified(bits: list[int]) -> PagedAttention:
-    """Two draft tokens for each request; token t of the draft is the key at position L - 2 + t. Request 1's second is NaN."""
-    arguments = several_rows(mask=torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2))
-    arguments["kv_cache"][0][int(arguments["block_tables"][1, 1]), 1, 0, 0] = math.nan  # key 16 of 17
-    return DecodeCall(**arguments).problem()
-
-
-@pytest.mark.parametrize(("bits", "words"), [([1, 3], "must not see K"), ([3, 3], "it sees K"), ([3, 1], "it sees K")])
-def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
-    out = torch.zeros(6, HEADS, HEAD_DIM)
-    out[2, 3] = math.nan  # the first row of request 1
-    (found,) = _origins(_verified(bits), out)
-    assert words in found
-    assert "key 16" in found
-
-
-@pytest.mark.parametrize(("row", "words"), [(3, "must not see K"), (4, "it sees K"), (5, "it sees K")])
-def test_a_row_sees_the_keys_of_its_rank(row: int, words: str) -> None:
-    """Rows 3 to 5 see 8, 9 and 10 keys of request 1, of which rank 1 holds 4, 4 and 5."""
-    arguments = rank_arguments()
-    arguments["kv_cache"][0, 3 if row > 3 else 4, 0] = math.nan  # rows of one count see the same keys
-    out = torch.zeros(6, HEADS, 64)
-    out[row, 3] = math.nan
-    (found,) = _origins(MLADecodeCall(**arguments).problem(), out)
-    assert words in found
 
 
 def test_a_ragged_call_has_keys_without_pages() -> None:
