@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["commands"] = set(ALLOWED)  # on top of everything: nothing but the program imports it
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -25,9 +25,11 @@ from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.references.errors import Comparison
 
 
-@pytest.fixture(autouse=True)
-def loaded() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def noted() -> Bindings:
+    """What is noted of all that the judge loads; each change of it is taken back."""
     checks()
+    return bindings()
 
 
 def replaced_code() -> Any:
@@ -127,8 +129,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_named_until_it_is_taken_back(name: str) -> None:
-    noted = bindings()
+def test_a_change_is_named_until_it_is_taken_back(name: str, noted: Bindings) -> None:
     assert noted.changes() == []
     restore = CHANGES[name]()
     try:
@@ -141,9 +142,8 @@ def test_a_change_is_named_until_it_is_taken_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lab.calls.problem.AttentionProblem.__init__", "torch.cuda.memory_cached"])
 def test_a_change_is_named_if_python_s_own_comparison_is_replaced_too(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, noted: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = bindings()
     restore = CHANGES[name]()
     monkeypatch.setattr(operator, "is_", lambda *_: True)
     monkeypatch.setattr(ctypes, "string_at", lambda *_: b"")
@@ -153,21 +153,19 @@ def test_a_change_is_named_if_python_s_own_comparison_is_replaced_too(
         restore()
 
 
-def test_a_change_is_named_if_python_s_own_lookups_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, own = bindings(), lab.references.errors.regress
+def test_a_change_is_named_if_python_s_own_lookups_are_replaced_too(
+    noted: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = lab.references.errors.regress
     monkeypatch.setattr(lab.references.errors, "regress", callback)
     monkeypatch.setattr(operator, "itemgetter", lambda *_: lambda _: (own,))
     monkeypatch.setattr(itertools, "chain", types.SimpleNamespace(from_iterable=lambda _: iter((own,))))
     assert "lab.references.errors.regress" in noted.changes()
 
 
-def test_another_module_in_the_place_of_the_labs_is_a_change() -> None:
-    noted, module = bindings(), sys.modules["lab.references.errors"]
-    sys.modules["lab.references.errors"] = type(sys)("lab.references.errors")
-    try:
-        assert noted.changes() == ["lab.references.errors"]
-    finally:
-        sys.modules["lab.references.errors"] = module
+def test_another_module_in_the_place_of_the_labs_is_a_change(noted: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lab.references.errors", types.ModuleType("lab.references.errors"))
+    assert noted.changes() == ["lab.references.errors"]
 
 
 @pytest.fixture
@@ -177,23 +175,27 @@ def library() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once")
-def test_another_kernel_of_an_operator_is_a_change(library: Any) -> None:
-    noted = bindings()
+def test_another_kernel_of_an_operator_is_a_change(library: Any, noted: Bindings) -> None:
     library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1), "CPU")
     assert noted.changes() == ["torch's operator aten::linalg_vector_norm"]
 
 
-def test_the_last_name_of_a_module_that_is_gone_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A new module of the lab, which has no names yet."""
     module = types.ModuleType("lab.added")
     monkeypatch.setitem(sys.modules, "lab.added", module)
-    module.__dict__["last"] = print
+    return module
+
+
+def test_the_last_name_of_a_module_that_is_gone_is_a_change(added: Any) -> None:
+    added.last = print
     noted = bindings()
-    del module.__dict__["last"]
+    del added.last
     assert noted.changes() == ["lab.added.last"]
 
 
-def test_what_is_new_and_what_is_only_used_is_no_change() -> None:
-    noted = bindings()
+def test_what_is_new_and_what_is_only_used_is_no_change(noted: Bindings) -> None:
     lab.references.errors.new = 1  # type: ignore[attr-defined]
     torch.manual_seed(torch.initial_seed())
     with torch.no_grad():
@@ -215,9 +217,7 @@ def class_in_a_cell_replaced(function: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [keyword_default_added, cell_emptied, class_in_a_cell_replaced])
-def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(
-    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(change: Callable[[Any], None], added: Any) -> None:
     def own() -> None:
         pass
 
@@ -227,21 +227,17 @@ def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(
         own()
         number()
 
-    module = types.ModuleType("lab.added")
-    monkeypatch.setitem(sys.modules, "lab.added", module)
-    module.__dict__["function"] = function
+    added.function = function
     noted = bindings()
     assert noted.changes() == []
     change(function)
     assert noted.changes() == ["lab.added.function"]
 
 
-def test_an_item_that_moves_from_one_constant_to_the_next_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("lab.added")
-    monkeypatch.setitem(sys.modules, "lab.added", module)
-    module.__dict__.update(first=["x", "y"], second=["z"])
+def test_an_item_that_moves_from_one_constant_to_the_next_is_a_change(added: Any) -> None:
+    added.first, added.second = ["x", "y"], ["z"]
     noted = bindings()
-    module.second.insert(0, module.first.pop())
+    added.second.insert(0, added.first.pop())
     assert noted.changes() == ["lab.added.first", "lab.added.second"]
 
 
@@ -273,9 +269,8 @@ def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:
     assert noted.changes() == ["module.alone"]
 
 
-def test_the_sentence_names_three_and_counts_the_others() -> None:
+def test_the_sentence_names_three_and_counts_the_others(noted: Bindings) -> None:
     assert "it changed a, b, c and 2 more, by which" in in_words(list("abcde"))
-    noted = bindings()
     restore = CHANGES["torch's default dtype"]()
     try:
         with pytest.raises(ChangedBindingsError, match="torch's default dtype"):
