@@ -19,10 +19,3 @@ def test_a_folder_imports_what_is_below_it(folder: str) -> None:
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported = {name.split(".")[2] for name in modules if name.startswith("lab.metadata.")}
             assert imported <= below, f"{path.name} imports {imported - below}"
-
-
-@pytest.mark.parametrize("backend", ["mha", "mla"])
-def test_the_backends_have_the_same_files(backend: str) -> None:
-    """And files of their own for what only one of them has."""
-    names = {path.name for path in (Path(lab.metadata.__file__).parent / backend).glob("*.py")}
-    assert names >= {"__init__.py", "backend.py", "context_parallel.py", "metadata.py"}

@@ -10,12 +10,7 @@ from torch import Tensor
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout
 from lab.metadata.mha.backend import AttentionLayer
-from lab.metadata.mha.block_sparse import (
-    BlockSparseBackend,
-    build_block_sparse_metadata,
-    copy_selected_pages,
-    num_seen,
-)
+from lab.metadata.mha.block_sparse import BlockSparseBackend, build_block_sparse_metadata, copy_selected_pages, num_seen
 from lab.references.forward_metadata import block_sparse_forward_metadata
 from tests.metadata.batches import Case, build
 from tests.metadata.host_reads import ForbidHostReads

@@ -83,18 +83,3 @@ def test_a_draft_extend_that_does_not_say_its_rows_is_refused(inputs: StaticInpu
 def test_more_rows_than_a_request_has_in_the_graph_are_refused(inputs: StaticInputs) -> None:
     with pytest.raises(ValueError, match=r"extend_seq_lens_cpu=\[3, 1\] has more than the 2 rows of a request"):
         inputs.load(accepted(3, 1), SIZE)
-
-
-def test_slots_that_are_not_as_many_as_the_accepted_tokens_make_no_batch() -> None:
-    """`StaticInputs.load` relies on it: with the widths on the host known, so many slots fit."""
-    good = accepted(2, 1)
-    with pytest.raises(ValueError, match="out_cache_loc names 4 slots, but extend_seq_lens_cpu adds up to 3"):
-        ForwardBatch(
-            good.forward_mode,
-            good.req_pool_indices,
-            good.seq_lens,
-            out_cache_loc=torch.arange(4),
-            num_tokens=4,
-            extend_seq_lens=good.extend_seq_lens,
-            extend_seq_lens_cpu=good.extend_seq_lens_cpu,
-        )

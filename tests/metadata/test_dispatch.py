@@ -78,12 +78,6 @@ def boundaries(new: tuple[int, ...]) -> list[int]:
 # --- the calls of a pass ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("switch", [None, DECODE, CONTEXT])
-@pytest.mark.parametrize("mode", MODES, ids=repr)
-def test_the_call_of_every_mode(mode: ForwardMode, switch: AttentionCall | None) -> None:
-    assert attention_call(mode, switch) is (switch if mode in DRAFT_EXTENDS and switch else mode.mha_call)
-
-
 def test_no_call_without_attention_or_host_lengths() -> None:
     with pytest.raises(ValueError, match="PREBUILT runs no attention"):
         attention_call(ForwardMode.PREBUILT, DECODE)
@@ -95,6 +89,8 @@ def test_no_call_without_attention_or_host_lengths() -> None:
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_one_call_over_the_requests_and_their_own_rows(mode: ForwardMode) -> None:
     """None for an empty batch. A ragged verification has padding rows too, and the context call has them if it is set."""
+    for switch in (DECODE, CONTEXT):
+        assert attention_call(mode, switch) is (switch if mode in DRAFT_EXTENDS else mode.mha_call)
     empty = forward(mode, ())[0]
     assert plan_calls(empty) == plan_calls(empty, split_mixed_tail=True) == []
     new = (1, 1) if mode.query_rows is QueryRows.ONE else (3, 3)
@@ -196,22 +192,6 @@ def test_draft_extend_v2_with_unequal_widths_is_refused_on_the_decode_call_alone
     assert arguments_of(made, *plan_calls(made[0], CONTEXT))["cum_seq_lens_q"][-1] == sum(new)
 
 
-def test_the_calls_of_a_split_take_their_own_requests() -> None:
-    made = forward(ForwardMode.MIXED, (5, 2, 1, 1), padding=2)
-    metadata, query = made[1], drawn_query(made[0])
-    context, tail = (arguments_of(made, planned) for planned in plan_calls(made[0], split_mixed_tail=True))
-    assert context["cum_seq_lens_q"].tolist() == [0, 5, 7]
-    assert context["cum_seq_lens_kv"].tolist() == [0, 12, 22]
-    assert (context["batch_size"], context["max_q_len"], context["max_kv_len"]) == (2, 5, CAPACITY)
-    assert "q_len_per_req" not in context
-    assert tail["q_len_per_req"] == 1
-    assert "cum_seq_lens_q" not in tail
-    for got, requests, rows in ((context, slice(0, 2), slice(0, 7)), (tail, slice(2, 4), slice(7, 9))):
-        assert torch.equal(got["query"], query[rows])
-        assert torch.equal(got["block_tables"], metadata.page_table[requests])
-        assert torch.equal(got["seq_lens"], metadata.cache_seqlens_int32[requests])
-
-
 # --- encoder-only layers ----------------------------------------------------------------------------------------------
 
 ENCODER = AttentionLayer(0.5, encoder_only=True)
@@ -282,18 +262,6 @@ def test_the_settings_of_an_engine_reach_the_calls_that_have_them() -> None:
     assert tail["multi_ctas_kv_counter_buffer"] is counters
     assert (tail["skip_softmax_threshold_scale_factor"], context["skip_softmax_threshold_scale_factor"]) == (2.0, 3.0)
     assert "multi_ctas_kv_counter_buffer" not in context
-
-
-def test_a_negative_threshold_of_skipped_softmax_is_refused_before_anything_runs() -> None:
-    batch, metadata, pool = forward(ForwardMode.DECODE, (1, 1))
-    out, settings = torch.full((2, HEADS, DIM), 7.0), CallSettings(skip_softmax_decode=-2.0)
-    backend = TRTLLMMHABackend(lab.references, settings=settings)
-    query, cache = drawn_query(batch), drawn_cache(pool)
-    with pytest.raises(ValueError, match=r"skip_softmax_threshold_scale_factor must be at least 0, got -2\.0"):
-        backend.prepare_attention(
-            batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
-        )()
-    assert (out == 7.0).all()
 
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

@@ -55,7 +55,7 @@ def copied(outputs: DraftOutputs) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("place", list(MetadataPlace), ids=repr)
 @pytest.mark.parametrize("form", FORMS, ids=repr)
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_every_form_is_right_for_full_and_padded_batches_of_all_sizes(
     device: str, name: str, form: DraftExtendOutput, place: MetadataPlace
 ) -> None:

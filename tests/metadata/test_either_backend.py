@@ -189,6 +189,27 @@ def test_drawn_batches(case: Case, name: str) -> None:
     eager.hold(eager.fits(case if case.mode in eager.modes else replace(case, mode=ForwardMode.DRAFT_EXTEND)))
 
 
+PADDING = [
+    *((name, ForwardMode.IDLE, [2, 1], [0, -2]) for name in EAGER),  # no keys, and fewer than none
+    # One request at two lengths, around padding of row 0 and length 1, as SGLang's graph runner fills it.
+    *((name, ForwardMode.TARGET_VERIFY, [1, 0, 1], [3, 1, 46]) for name in EAGER),
+    ("MHA", ForwardMode.DECODE, [2, 1], [9, 999]),  # beyond the context, with which tables end
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "rows", "seq_lens"), PADDING)
+def test_padding_requests_and_slots_without_a_page(
+    name: str, mode: ForwardMode, rows: list[int], seq_lens: list[int]
+) -> None:
+    eager = EAGER[name]
+    _, pool = build(eager.fits(Case(mode, (50, 60), new=2, evict_before=16)))
+    if pool.full_to_swa is not None:
+        pool.full_to_swa[pool.slots(2, 32, 48)] = -1
+    slots = torch.tensor([-1, *pool.slots(2, 0, 5).tolist()])[: len(rows) * (1 + (mode is ForwardMode.TARGET_VERIFY))]
+    batch = ForwardBatch(mode, torch.tensor(rows), torch.tensor(seq_lens), slots, len(slots))
+    eager.assert_right(eager.build(batch, pool), batch, pool)
+
+
 # --- what must not matter, and what is not read -----------------------------------------------------------------------
 
 

@@ -1,13 +1,8 @@
 """The modes and their rows, as SGLang 0.5.13 numbers and treats them."""
 
-import copy
-import pickle
-
 import pytest
 
 from lab.metadata import ForwardMode
-
-EXTENDS = {"EXTEND", "MIXED", "DRAFT_EXTEND", "TARGET_VERIFY", "SPLIT_PREFILL", "DLLM_EXTEND"}
 
 # One line per mode, in the order of their numbers: query rows, uncounted tokens, calls of MHA and MLA, whether a graph runs it.
 # RAGGED_VERIFY is the lab's own.
@@ -37,29 +32,6 @@ def test_members_are_numbered_as_in_0_5_13() -> None:
 def test_row(mode: ForwardMode) -> None:
     found = (mode.query_rows, mode.uncounted, mode.mha_call, mode.mla_call)
     assert (*(each and each.name for each in found), mode.in_graph) == ROWS[mode.name]
-
-
-def test_properties_of_the_rows() -> None:
-    def modes(name: str) -> set[str]:
-        return {mode.name for mode in ForwardMode if getattr(mode, name)}
-
-    assert modes("is_prefill") == EXTENDS - {"TARGET_VERIFY", "DRAFT_EXTEND"}
-    assert modes("extends_draft") == {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
-    assert {mode.name for mode in ForwardMode if mode.query_rows.in_extend_seq_lens} == (
-        EXTENDS - {"TARGET_VERIFY"} | {"DRAFT_EXTEND_V2", "RAGGED_VERIFY"}
-    )
-    uniform = {mode.name for mode in ForwardMode if mode.query_rows.are_uniform}
-    assert uniform == {"DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}
-    assert [mode.name for mode in ForwardMode if mode.query_rows.are_bounded] == ["RAGGED_VERIFY"]
-    assert [mode.name for mode in ForwardMode if mode.query_rows.are_unequal_drafts] == [
-        "DRAFT_EXTEND",
-        "RAGGED_VERIFY",
-    ]
-
-
-def test_a_mode_survives_copies() -> None:
-    assert pickle.loads(pickle.dumps(ForwardMode.MIXED)) is ForwardMode(3)
-    assert copy.deepcopy(ForwardMode.MIXED) is ForwardMode.MIXED
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

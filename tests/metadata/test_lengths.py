@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
-from lab.metadata.engine.lengths import max_query_rows, num_pages, pad_requests, query_lens
+from lab.metadata.engine.lengths import max_query_rows, pad_requests
 
 
 def batch_of(
@@ -47,22 +47,6 @@ def test_rows_that_nothing_tells_are_an_error(mode: ForwardMode) -> None:
     missing = "num_draft_tokens" if mode is ForwardMode.TARGET_VERIFY else "extend_seq_lens_cpu"
     with pytest.raises(ValueError, match=missing):
         max_query_rows(batch_of(mode, 0, 0, most=None))
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (batch_of(ForwardMode.DECODE, 2, 2), [1, 1]),
-        (batch_of(ForwardMode.TARGET_VERIFY, 2, 6), [3, 3]),
-        (batch_of(ForwardMode.EXTEND, 2, 7, [5, 1]), [5, 1]),
-    ],
-)
-def test_the_rows_of_each_request(batch: ForwardBatch, expected: list[int]) -> None:
-    assert list(query_lens(batch)) == expected
-
-
-def test_a_page_begins_after_the_last_token_of_the_one_before() -> None:
-    assert num_pages(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [0, 1, 1, 1, 2, 2, 3]
 
 
 def test_a_batch_is_padded_to_its_own_size_or_more() -> None:

@@ -1,11 +1,10 @@
-"""MLA's eager metadata worked out by hand, its padded rows and calls, and attention over logical histories.
+"""MLA's eager metadata where a rule begins, its padded rows and calls, and attention over logical histories.
 
 `test_either_backend.py` holds every mode to the loops.
 """
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from lab.metadata import (
     ForwardMode,
     KVPool,
     QueryLayout,
-    SpecInfo,
     TRTLLMMLAPrefillMetadata,
     allocate_multi_ctas_kv_counters,
     build_mla_decode_metadata,
@@ -34,22 +32,12 @@ from lab.metadata.mla.backend import (
     pad_draft_extend_query,
     unpad_draft_extend_output,
 )
-from lab.metadata.mla.metadata import query_layout, replan_outgrown
+from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.mla.prefill import ragged_context_arguments
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
 from tests.metadata.batches import EXTENDS, Case, assert_same, build
 from tests.metadata.host_reads import ForbidHostReads
-from tests.metadata.served import (
-    HEADS,
-    LAYER,
-    MLA,
-    MLA_WITH_OFFSET,
-    PAGE_SIZES,
-    RANK,
-    REFERENCE,
-    ROPE,
-    Engine,
-)
+from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine
 
 V1, V2 = ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2
 DECODE, VERIFY, RAGGED = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
@@ -59,70 +47,16 @@ def build_mla(case: Case, page_size: int = 32) -> tuple[ForwardBatch, KVPool]:
     return build(replace(case, sliding_window=False, page_size=page_size))
 
 
-# --- numbers worked out by hand -----------------------------------------------------------------------------------
-
-
-def hand_made_pool() -> KVPool:
-    """Pages of 32 tokens. Row 1 has pages 7 2 5, row 2 has 4 1 8; after its 96 tokens the table has leftovers of page 9."""
-    pool = KVPool(num_requests=2, max_context_len=128, page_size=32, num_pages=11)
-    for row, pages in ((1, (7, 2, 5, 9)), (2, (4, 1, 8, 9))):
-        for position in range(128):
-            pool.req_to_token[row, position] = pages[position // 32] * 32 + position % 32
-    return pool
-
-
-def hand_made_batch(mode: ForwardMode, seq_lens: list[int], num_tokens: int, **fields: Any) -> ForwardBatch:
-    """Row 2 first, then row 1."""
-    return ForwardBatch(
-        mode, torch.tensor([2, 1]), torch.tensor(seq_lens), torch.zeros(num_tokens).long(), num_tokens, **fields
-    )
-
-
-def new_rows(*rows: int) -> dict[str, Any]:
-    return {"extend_seq_lens": torch.tensor(rows), "extend_seq_lens_cpu": list(rows)}
-
-
-DRAFT_OF_4 = {"spec_info": SpecInfo(num_draft_tokens=4)}
-STEP_1 = {"spec_info": SpecInfo(speculative_step_id=1)}
-
-
-@pytest.mark.parametrize(
-    ("batch", "attention", "seq_lens_k", "tables"),
-    [
-        (hand_made_batch(DECODE, [32, 33], 2), MLA, [32, 33], [[4], [7, 2]]),
-        (hand_made_batch(ForwardMode.IDLE, [0, -2], 2), MLA, [0, -2], [[], []]),
-        (hand_made_batch(DECODE, [31, 30], 2, **STEP_1), MLA, [31, 30], [[4], [7]]),
-        (hand_made_batch(DECODE, [31, 30], 2, **STEP_1), MLA_WITH_OFFSET, [33, 32], [[4, 1], [7]]),
-        (hand_made_batch(VERIFY, [29, 28], 8), MLA, [33, 32], [[4, 1], [7]]),
-        # Two of the most four draft tokens are verified, and one: the lengths count four, the pages what there is.
-        (hand_made_batch(RAGGED, [30, 63], 3, **new_rows(2, 1), **DRAFT_OF_4), MLA, [34, 67], [[4, 0], [7, 2, 0]]),
-        (hand_made_batch(V1, [62, 64], 4, **new_rows(1, 3)), MLA, [64, 64], [[4, 1], [7, 2]]),
-        # The padded queries of the first request look one token into a page that is not its own.
-        (hand_made_batch(V1, [64, 64], 3, **new_rows(1, 2)), MLA, [65, 64], [[4, 1, 0], [7, 2]]),
-        (hand_made_batch(V2, [64, 34], 4, **new_rows(2, 2)), MLA, [64, 34], [[4, 1], [7, 2]]),
-    ],
-)
-def test_by_hand(
-    batch: ForwardBatch, attention: DraftAttention, seq_lens_k: list[int], tables: list[list[int]]
-) -> None:
-    got = build_mla_decode_metadata(batch, hand_made_pool(), attention)
-    assert got.seq_lens_k.tolist() == seq_lens_k
-    assert got.block_kv_indices.tolist() == [pages + [-1] * (128 - len(pages)) for pages in tables]
+# --- lengths and bounds -------------------------------------------------------------------------------------------
 
 
 def test_a_ragged_verification_needs_no_rows_on_the_host() -> None:
-    """As SGLang's planner makes most of its layouts, from lengths on the device."""
+    """SGLang's planner makes most of its layouts from lengths on the device. The bound then adds a whole draft twice."""
     batch, pool = build_mla(Case(RAGGED, (40, 70), (1, 3), 4))
     unknown = replace(batch, extend_seq_lens_cpu=None)
     assert_same(build_mla_decode_metadata(batch, pool), build_mla_decode_metadata(unknown, pool))
-
-
-def test_the_bound_of_a_ragged_verification_counts_its_rows_twice() -> None:
-    """DSpark adds each request's rows to the host's lengths, and the backend adds a whole draft."""
-    batch, pool = build_mla(Case(RAGGED, (13, 11), (3, 1), 4, host_seq_lens=True))
-    assert batch.seq_lens_cpu == [10, 10]
-    assert build_mla_decode_metadata(batch, pool).max_seq_len_k == 10 + 3 + 4
-    assert build_mla_decode_metadata(replace(batch, extend_seq_lens_cpu=None), pool).max_seq_len_k == 10 + 4 + 4
+    bounded = build_mla_decode_metadata(replace(unknown, seq_lens_cpu=[39, 67]), pool)
+    assert bounded.max_seq_len_k == 67 + 4 + 4
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -193,18 +127,6 @@ def boundaries(*rows: int) -> Tensor:
     return torch.tensor([sum(rows[:i]) for i in range(len(rows) + 1)], dtype=torch.int32)
 
 
-def test_padding_by_hand() -> None:
-    """Two requests of 3 and 1 rows: the rows divide by the requests, and still are not 2 and 2."""
-    rows = torch.arange(1.0, 5.0).view(4, 1, 1)
-    block = torch.full((2, 3, 1, 1), 9.0)
-    padded = pad_draft_extend_query(rows, torch.tensor([3, 1], dtype=torch.int32), boundaries(3, 1), block)
-    assert padded is block
-    assert padded.flatten(1).tolist() == [[1, 2, 3], [4, 0, 0]]
-    out = torch.full((6, 1, 1), 9.0)
-    assert unpad_draft_extend_output(padded, boundaries(3, 1), out) is out
-    assert out.flatten().tolist() == [1, 2, 3, 4, 0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
 @pytest.mark.parametrize(
     ("rows", "max_seq_len_q"),
@@ -240,15 +162,6 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
             pad_draft_extend_query(rows, lens, cu, torch.zeros(shape))
     with pytest.raises(ValueError, match=r"holds less than \[2, 3\]: allocate a larger one"):
         dense_block(torch.zeros(5), 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "is_view"),
-    [((), True), ((3,), True), ((3, 3), True), ((2, 4), False), ((1, 2, 3), False), ((0, 3), False)],
-)
-def test_the_widths_decide_and_not_whether_they_divide(rows: tuple[int, ...], is_view: bool) -> None:
-    """6 rows of 2 requests divide, into wrong ones."""
-    assert query_layout(rows) is (QueryLayout.VIEW if is_view else QueryLayout.PADDED)
 
 
 # --- the call -----------------------------------------------------------------------------------------------------
@@ -288,18 +201,13 @@ def test_the_arguments_of_the_call(case: Case, longest: int, rows: int) -> None:
     ("max_batch_size", "heads", "sm_count", "num_bytes"),
     [(1, 128, 132, 8192 * 128 * 4), (9001, 3, 132, 27008 * 4), (1, 1, 9999, 10000 * 4), (8192, 1, 1, 8192 * 4)],
 )
-def test_the_counters_by_hand(max_batch_size: int, heads: int, sm_count: int, num_bytes: int) -> None:
+def test_the_counters_are_as_flashinfer_asks(max_batch_size: int, heads: int, sm_count: int, num_bytes: int) -> None:
     buffer = allocate_multi_ctas_kv_counters(max_batch_size, heads, sm_count, "cpu")
     assert (buffer.dtype, buffer.nbytes, bool(buffer.any())) == (torch.uint8, num_bytes, False)
     with pytest.raises(ValueError, match="sm_count=0 must be at least 1"):
         allocate_multi_ctas_kv_counters(max_batch_size, heads, 0, "cpu")
-
-
-def test_the_counters_are_what_flashinfer_asks_for() -> None:
     utils = pytest.importorskip("flashinfer.utils")
-    for bs, heads, sms in ((1, 128, 132), (9001, 3, 132), (1, 1, 9999), (8193, 7, 148)):
-        asked = utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(max(bs, 8192), heads, sms)
-        assert allocate_multi_ctas_kv_counters(bs, heads, sms, "meta").nbytes == asked
+    assert utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(max(max_batch_size, 8192), heads, sm_count) == num_bytes
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

@@ -103,29 +103,23 @@ def prefill(prefixes: list[int], news: list[int], mode: ForwardMode = EXTENDS[0]
     return build(Case(mode, totals, tuple(news), page_size=32, max_context_len=200, sliding_window=False))
 
 
-@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
-def test_chunks_by_hand(mode: ForwardMode) -> None:
-    """Three requests share 12 tokens, so that a chunk takes four of each."""
-    batch, pool = prefill([9, 0, 4], [1, 2, 3], mode)
-    with ForbidHostReads():
-        chunks = plan_prefix_chunks(batch, pool, 12)
-    assert [chunk.seq_lens.tolist() for chunk in chunks] == [[4, 0, 4], [4, 0, 0], [1, 0, 0]]
-    assert [chunk.cum_seq_lens.tolist() for chunk in chunks] == [[0, 4, 4, 8], [0, 4, 4, 4], [0, 1, 1, 1]]
-    assert [(chunk.max_seq_len, chunk.has_empty) for chunk in chunks] == [(4, True), (4, True), (1, True)]
-    assert plan_prefix_chunks(*prefill([0, 0], [3, 5]), 12) == []
-
-
 @given(
-    prefixes=st.lists(st.integers(0, 150), min_size=1, max_size=5), each=st.integers(1, 200), extra=st.integers(0, 3)
+    prefixes=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    each=st.integers(1, 200),
+    extra=st.integers(0, 3),
+    mode=st.sampled_from(EXTENDS),
 )
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_every_cached_token_is_in_one_chunk(prefixes: list[int], each: int, extra: int) -> None:
-    batch, pool = prefill(prefixes, [3] * len(prefixes))
+def test_every_cached_token_is_in_one_chunk(prefixes: list[int], each: int, extra: int, mode: ForwardMode) -> None:
+    batch, pool = prefill(prefixes, [3] * len(prefixes), mode)
     capacity = each * len(prefixes) + min(extra, len(prefixes) - 1)
-    chunks, expected = plan_prefix_chunks(batch, pool, capacity), mla_prefix_chunks(batch, pool, capacity)
+    with ForbidHostReads():
+        chunks = plan_prefix_chunks(batch, pool, capacity)
+    expected = mla_prefix_chunks(batch, pool, capacity)
     assert len(chunks) == len(expected)
     for chunk, requests in zip(chunks, expected, strict=True):
-        assert chunk.seq_lens.tolist() == [len(slots) for slots in requests]
+        assert chunk.seq_lens.tolist() == chunk.cum_seq_lens.diff().tolist() == [len(slots) for slots in requests]
+        assert chunk.cum_seq_lens[0] == 0
         assert chunk.kv_indices.tolist() == [slot for slots in requests for slot in slots]
         assert chunk.max_seq_len == max(map(len, requests))
         assert chunk.has_empty == (min(map(len, requests)) == 0)

@@ -28,7 +28,7 @@ CASES = st.one_of(
 
 
 @given(case=CASES, topk=st.integers(1, 70), group=st.sampled_from([1, 4]), missing=st.integers(0, 3))
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=90)
 def test_dsa_equals_the_loops(case: Case, topk: int, group: int, missing: int) -> None:
     batch, pool = build(case)
     with ForbidHostReads():
@@ -49,7 +49,7 @@ def test_dsa_equals_the_loops(case: Case, topk: int, group: int, missing: int) -
 
 
 @given(case=CASES, topk=st.integers(1, 70), size=st.integers(2, 4), per_rank=st.sampled_from([32, 64]))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=40)
 def test_a_ranks_entries_equal_the_loops(case: Case, topk: int, size: int, per_rank: int) -> None:
     batch, pool = build(replace(case, page_size=per_rank * size))
     with ForbidHostReads():
@@ -165,7 +165,7 @@ DSV4_CASES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(DSV4_CASES, st.sampled_from(RATIOS))
 def test_dsv4_equals_the_loops(case: Case, ratio: int) -> None:
     batch, pool = build(case)

@@ -8,27 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.references import (
-    attention,
-    relative_l2,
-    softmax_attention,
-    trtllm_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache_mla,
-    trtllm_ragged_attention_deepseek,
-)
+from lab.references import attention, relative_l2, softmax_attention, trtllm_batch_decode_with_kv_cache
 from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS, Tile, tiles
-from tests.cases import (
-    Batch,
-    assert_same,
-    decode_arguments,
-    expected,
-    latent_batch,
-    mla_arguments,
-    pack_mask,
-    ragged_arguments,
-    ragged_batch,
-    random_batch,
-)
+from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_keys_seen import MASKS
 
@@ -54,24 +36,12 @@ def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_elements")
-@pytest.mark.parametrize("kind", ["causal", "window", "mask", "ragged", "sinks", "tables", "NHD", "e4m3"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_tiles_and_pieces_do_not_matter(kind: str, page_size: int) -> None:
-    ragged = kind == "ragged"
-    kv_dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16
-    q_lens = [0, 9, 1, 33, 4] if ragged else [9] * 5
-    batch = random_batch(q_lens, [3, 40, 1, 0, 170], magnitude=2.0, kv_dtype=kv_dtype)
-    masks = [MASKS["binary tree"](9)] * 5 if kind == "mask" else None
-    rule: dict[str, Any] = {"window_left": 21} if kind == "window" else {}
-    if kind == "sinks":
-        rule["sinks"] = torch.linspace(-1, 2, 4)
-    changes = rule if masks is None else {"mask": pack_mask(masks)}
-    if kind == "NHD":
-        changes = {"kv_layout": "NHD"}
-    arguments = decode_arguments(
-        batch, page_size, ragged=ragged, poison=math.nan, separate_tables=kind == "tables", **changes
-    )
-    assert_same(trtllm_batch_decode_with_kv_cache(**arguments), expected(batch, masks=masks, **rule))
+def test_tiles_and_pieces_of_masked_drafts() -> None:
+    """`test_every_call.py` has the other rules."""
+    batch = random_batch([9] * 5, [3, 40, 1, 0, 170], magnitude=2.0)
+    masks = [MASKS["binary tree"](9)] * 5
+    arguments = decode_arguments(batch, 4, poison=math.nan, mask=pack_mask(masks))
+    assert_same(trtllm_batch_decode_with_kv_cache(**arguments), expected(batch, masks=masks))
 
 
 @pytest.mark.usefixtures("few_elements")
@@ -79,21 +49,6 @@ def test_tiles_and_pieces_do_not_matter(kind: str, page_size: int) -> None:
 def test_tiles_of_nvfp4(order: str) -> None:
     batch, cache = nvfp4_case(order)
     assert_same(trtllm_batch_decode_with_kv_cache(**decode_arguments(batch, backend=order) | cache), expected(batch))
-
-
-@pytest.mark.usefixtures("few_elements")
-def test_tiles_of_latent_attention() -> None:
-    batch = latent_batch([9] * 5, [3, 40, 1, 20, 70])
-    arguments = mla_arguments(batch, poison=math.nan)
-    assert_same(trtllm_batch_decode_with_kv_cache_mla(**arguments), expected(batch))
-
-
-@pytest.mark.usefixtures("few_elements")
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_of_a_ragged_context(causal: bool) -> None:
-    batch = ragged_batch([9, 3, 7], [3, 140, 9])
-    result = trtllm_ragged_attention_deepseek(**ragged_arguments(batch, is_causal=causal))
-    assert_same(result, expected(batch, causal=causal))
 
 
 # A long request

@@ -77,12 +77,3 @@ def test_requests_may_share_pages() -> None:
     arguments = decode_arguments(batch)
     arguments["block_tables"][1] = arguments["block_tables"][0]
     assert_same(decode(**arguments), expected(batch))
-
-
-def test_a_request_may_repeat_a_page() -> None:
-    batch = random_batch([1], [16])
-    arguments = decode_arguments(batch)
-    arguments["block_tables"][0, :3] = arguments["block_tables"][0, 0].item()
-    arguments |= {"seq_lens": torch.tensor([40], dtype=torch.int32), "max_seq_len": 40}
-    keys, values = (torch.cat((side[0], side[0], side[0][:8])) for side in (batch.keys, batch.values))
-    assert_same(decode(**arguments), expected(Batch(batch.queries, [keys], [values])))

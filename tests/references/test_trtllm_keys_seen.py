@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from lab import references
-from tests.cases import (
-    CONTEXT,
-    DECODE,
-    MLA,
-    RAGGED,
-    Batch,
-    arguments_of,
-    coded_batch,
-    keys_seen,
-    pack_mask,
-    seen_keys,
-)
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Batch, arguments_of, coded_batch, keys_seen, pack_mask, seen_keys
 
 P = 16
 

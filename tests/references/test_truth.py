@@ -87,14 +87,6 @@ def test_a_row_that_sees_nothing_is_zero_with_an_lse_of_minus_infinity() -> None
     assert told.lse_log2.flatten().tolist() == [-math.inf, 0.0, -math.inf]
 
 
-def test_rows_know_their_requests() -> None:
-    assert truth([[0.0] * 3, [0.0] * 2], [[1.0] * 3, [2.0] * 2], [3, 1]).request_of_row.tolist() == [0, 0, 0, 1]
-
-
-def test_requests_see_their_own_keys_alone() -> None:
-    assert outs(truth([[0.0], [0.0, 0.0]], [[5.0], [1.0, 3.0]])) == pytest.approx([5.0, 2.0])
-
-
 def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
     """1 + 2**-10 is 1 in bf16: the control's logit is 2, the truth's a thousandth more."""
     histories = [(torch.tensor([0.0, 64.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1))]

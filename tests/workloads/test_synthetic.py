@@ -7,15 +7,7 @@ from statistics import fmean, median, stdev
 
 import pytest
 
-from lab.workloads.traces import (
-    OWN_TRACE,
-    _log_normal,
-    as_mooncake,
-    own_trace,
-    read_mooncake,
-    snapshot,
-    synthetic_chat,
-)
+from lab.workloads.traces import OWN_TRACE, _log_normal, as_mooncake, own_trace, read_mooncake, snapshot, synthetic_chat
 
 
 def test_the_file_is_what_the_program_writes() -> None:

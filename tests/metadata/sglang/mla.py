@@ -16,11 +16,9 @@ BACKEND = "sglang.srt.layers.attention.trtllm_mla_backend"
 CUTE_DSL = "sglang.srt.layers.attention.cutedsl_mla_backend"
 VERIFY_MASK = "sglang.srt.layers.attention.verify_mask"
 PREFIX_CHUNKS = "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin"
-MERGE = "sglang.kernels.ops.attention.merge_state"
 REAL = (
     BACKEND,
     CUTE_DSL,
-    MERGE,
     PREFIX_CHUNKS,
     VERIFY_MASK,
     mha.FORWARD_BATCH,

@@ -13,11 +13,7 @@ from lab.metadata import ForwardMode, KVLayout
 from lab.metadata.engine.backend import RebuiltMetadata
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.backend import AttentionLayer
-from lab.metadata.mha.block_sparse import (
-    BlockSparseBackend,
-    as_pages,
-    build_block_sparse_metadata,
-)
+from lab.metadata.mha.block_sparse import BlockSparseBackend, as_pages, build_block_sparse_metadata
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import build, graph_case
 from tests.metadata.noted import NotedCalls

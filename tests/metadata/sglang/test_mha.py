@@ -20,21 +20,8 @@ from lab.metadata.mha.backend import (
 )
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import EXTENDS, Case, build, drawn_cases
-from tests.metadata.sglang.mha import (
-    NAMES,
-    REAL,
-    SETTINGS,
-    Load,
-    assert_same,
-    assert_same_calls,
-    assert_same_live_pages,
-    calls_of,
-    captured,
-    environment,
-    new_backend,
-    replayed,
-    server_batch,
-)
+from tests.metadata.sglang import mha
+from tests.metadata.sglang.mha import Load
 from tests.metadata.sglang.wheel import sglang_fixture
 
 pytestmark = IN_INTERPRETER
@@ -43,7 +30,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, E4M3), (FP16, E4M3))  # of the model, and of the cache
 CASES = drawn_cases().filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and bool(case.total_lens))
 
-sglang = sglang_fixture(*REAL, names=NAMES | environment(SETTINGS))
+sglang = sglang_fixture(*mha.REAL, names=mha.NAMES | mha.environment(mha.SETTINGS))
 
 
 def is_taken(case: Case) -> bool:
@@ -69,14 +56,14 @@ def build_both(
     if case.mode in EXTENDS and case.new_lens == case.total_lens and not on_host:
         batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     width = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
-    backend = new_backend(
+    backend = mha.new_backend(
         sglang,
         pool,
         speculative_step_id=case.new - 1,
         speculative_num_draft_tokens=width,
         expand_encoder_only_verify=encoder_only,
     )
-    server = server_batch(sglang, batch)
+    server = mha.server_batch(sglang, batch)
     backend.init_forward_metadata(server)
     return batch, pool, server, backend
 
@@ -87,7 +74,7 @@ def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: boo
     """Every mode of 0.5.23, with requests; SGLang launches nothing for a batch of none."""
     batch, pool, _, backend = build_both(sglang, case, on_host, encoder_only)
     metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=encoder_only)
-    assert_same(metadata, backend.forward_metadata, pool.page_size)
+    mha.assert_same(metadata, backend.forward_metadata, pool.page_size)
 
 
 @given(
@@ -128,12 +115,12 @@ def test_the_calls_of_a_layer(
         (
             each.call.value,
             call_arguments(each, batch, metadata, layer, query.to(cast), cache, pool.max_context_len)
-            | SETTINGS.arguments(each.call),
+            | mha.SETTINGS.arguments(each.call),
         )
         for each in plan_calls(batch, split_mixed_tail=split, with_padding_rows=True)
     ]
     attn_type = "ENCODER_ONLY" if encoder_only else "DECODER"
-    assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache, attn_type))
+    mha.assert_same_calls(ours, mha.calls_of(sglang, backend, server, layer, query, cache, attn_type))
 
 
 @given(case=drawn_cases([ForwardMode.TARGET_VERIFY]).filter(lambda case: bool(case.total_lens)), more=st.integers(0, 2))
@@ -142,13 +129,13 @@ def test_an_encoder_only_verification_in_a_graph(sglang: Load, case: Case, more:
     """A captured size's rows as requests, its padding's too."""
     batch, pool = build(case)
     size, width = batch.batch_size + more, case.new
-    ours, view = replayed(
+    ours, view = mha.replayed(
         GraphMode(ForwardMode.TARGET_VERIFY, width), pool, batch, size, expand_encoder_only_verify=True
     )
-    backend = new_backend(sglang, pool, speculative_num_draft_tokens=width, expand_encoder_only_verify=True)
-    server = server_batch(sglang, view)
-    theirs = captured(backend, server, num_requests=size, num_tokens=size * width)
-    assert_same(ours, theirs, pool.page_size)
+    backend = mha.new_backend(sglang, pool, speculative_num_draft_tokens=width, expand_encoder_only_verify=True)
+    server = mha.server_batch(sglang, view)
+    theirs = mha.captured(backend, server, num_requests=size, num_tokens=size * width)
+    mha.assert_same(ours, theirs, pool.page_size)
 
 
 RAGGED = drawn_cases([ForwardMode.RAGGED_VERIFY]).filter(lambda case: bool(case.total_lens))
@@ -166,11 +153,11 @@ def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requ
     batch, pool, _, _ = build_both(sglang, case, on_host)
     n = batch.batch_size
     size, width = n + padding_requests, case.new
-    mine, view = replayed(GraphMode(ForwardMode.RAGGED_VERIFY, width), pool, batch, size)
-    backend = new_backend(sglang, pool, speculative_num_draft_tokens=width)
-    server = server_batch(sglang, replace(batch, num_tokens=size * width), batch_size=size)
+    mine, view = mha.replayed(GraphMode(ForwardMode.RAGGED_VERIFY, width), pool, batch, size)
+    backend = mha.new_backend(sglang, pool, speculative_num_draft_tokens=width)
+    server = mha.server_batch(sglang, replace(batch, num_tokens=size * width), batch_size=size)
     server.seq_lens, server.req_pool_indices = view.seq_lens, view.req_pool_indices
-    theirs = captured(backend, server, num_requests=size, num_tokens=size * width)
+    theirs = mha.captured(backend, server, num_requests=size, num_tokens=size * width)
 
     left = size * width - int(batch.extend_seq_lens.sum())
     at_last = torch.zeros(n, dtype=torch.int32)
@@ -182,6 +169,8 @@ def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requ
     lengths = mine.cache_seqlens_int32[:n].tolist()
     for name in ("page_table", "swa_page_table"):
         tables = (getattr(each, name) for each in (mine, theirs))
-        assert_same_live_pages(name, *(None if each is None else each[:n] for each in tables), lengths, pool.page_size)
+        mha.assert_same_live_pages(
+            name, *(None if each is None else each[:n] for each in tables), lengths, pool.page_size
+        )
     if theirs.swa_out_cache_loc is not None:
         assert torch.equal(theirs.swa_out_cache_loc, mine.swa_out_cache_loc)

@@ -1,6 +1,5 @@
 """MLA metadata and calls against SGLang's own class, on random batches: no number here is the lab's."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import (
     MLALayer,
     TRTLLMMLABackend,
-    merge_by_lse,
     mla_call_arguments,
     mla_query,
     prepare_mla_dcp_attention,
@@ -40,28 +38,16 @@ from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
 from tests.metadata.noted import NotedCalls
 from tests.metadata.served import HEADS, LAYER, MLA, RANK, REFERENCE, ROPE, Engine
+from tests.metadata.sglang import mla
 from tests.metadata.sglang.mha import Load, server_batch
-from tests.metadata.sglang.mla import (
-    BACKEND,
-    CUTE_DSL,
-    MERGE,
-    PREFIX_CHUNKS,
-    REAL,
-    VERIFY_MASK,
-    Parallel,
-    assert_same,
-    attend,
-    names,
-    new_backend,
-)
 from tests.metadata.sglang.wheel import sglang_fixture
 
 pytestmark = IN_INTERPRETER
 
-PARALLEL = Parallel()
+PARALLEL = mla.Parallel()
 
 
-sglang = sglang_fixture(*REAL, names=names(PARALLEL))
+sglang = sglang_fixture(*mla.REAL, names=mla.names(PARALLEL))
 
 
 ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens)
@@ -72,7 +58,7 @@ ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not Forwa
 def test_eager_passes(sglang: Load, case: Case) -> None:
     batch, pool = build(case)
     draft = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
-    backend = new_backend(sglang, pool, num_draft_tokens=draft)
+    backend = mla.new_backend(sglang, pool, num_draft_tokens=draft)
     backend.init_forward_metadata(server_batch(sglang, batch))
     if case.mode.is_prefill:
         ours, theirs = build_mla_prefill_metadata(batch, pool), backend.forward_prefill_metadata
@@ -81,7 +67,7 @@ def test_eager_passes(sglang: Load, case: Case) -> None:
         assert ours.seq_lens.tolist() == theirs.seq_lens.tolist()
         return
     own = mla_truth(batch, pool, MLA).seen_lens
-    assert_same(build_mla_decode_metadata(batch, pool), backend.forward_decode_metadata, pool.page_size, own)
+    mla.assert_same(build_mla_decode_metadata(batch, pool), backend.forward_decode_metadata, pool.page_size, own)
 
 
 DRAFT, MAX_BATCH_SIZE = 4, 4
@@ -102,7 +88,7 @@ def test_replays(sglang: Load, mode: GraphMode) -> None:
         TRTLLMMLABackend(), mode, engine.pool, (MAX_BATCH_SIZE,), lambda *_: lambda: None, metadata=buffers
     )
     captured = runner.captured[MAX_BATCH_SIZE]
-    backend = new_backend(
+    backend = mla.new_backend(
         sglang,
         engine.pool,
         num_draft_tokens=DRAFT,
@@ -116,7 +102,9 @@ def test_replays(sglang: Load, mode: GraphMode) -> None:
         runner.replay(served.batch)
         backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view))
         own = mla_truth(captured.view, engine.pool, MLA).seen_lens
-        assert_same(captured.metadata, backend.decode_cuda_graph_metadata[MAX_BATCH_SIZE], engine.pool.page_size, own)
+        mla.assert_same(
+            captured.metadata, backend.decode_cuda_graph_metadata[MAX_BATCH_SIZE], engine.pool.page_size, own
+        )
         engine.release(admitted)
 
 
@@ -147,19 +135,19 @@ def hold_calls(
     Metadata is built for `early`, if that is given: SGLang's forward sees that padding outgrew it, and plans again.
     """
     cache = engine.cache
-    backend = new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(cache))
+    backend = mla.new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(cache))
     server = server_batch(sglang, early or batch, **fields)
     backend.init_forward_metadata(server)
     metadata = build_mla_decode_metadata(early or batch, engine.pool)
     if early is not None:
         vars(server).update(vars(server_batch(sglang, batch)))
         metadata = replan_outgrown(metadata, batch, partial(build_mla_decode_metadata, pool=engine.pool))
-    theirs = attend(backend, server, query, cache.storage.flatten(0, 1))
+    theirs = mla.attend(backend, server, query, cache.storage.flatten(0, 1))
     ours = torch.full_like(theirs, 9.0)
     REFERENCE.prepare_attention(batch, metadata, LAYER, query, cache, out=ours)()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     seen = mla_truth(batch, engine.pool, MLA).seen_lens
-    assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, seen)
+    mla.assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, seen)
     own = mla_call_arguments(batch, metadata, LAYER, mla_query(metadata, query), cache)
     (call,) = backend.calls
     assert torch.equal(own["query"], call["query"])
@@ -219,7 +207,7 @@ def test_padding_that_outgrew_the_metadata(sglang: Load, mode: GraphMode) -> Non
 def test_the_verify_mask(sglang: Load, num_draft_tokens: int | None, skip_prefill: bool, is_draft_runner: bool) -> None:
     sizes: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_context_len": 100, "device": "cpu"}
     sizes |= {"is_draft_runner": is_draft_runner, "skip_prefill": skip_prefill}
-    theirs = sglang(VERIFY_MASK).maybe_create_verify_mask(max_bs=3, is_read=False, **sizes)
+    theirs = sglang(mla.VERIFY_MASK).maybe_create_verify_mask(max_bs=3, is_read=False, **sizes)
     ours = preallocate_verify_mask(VerifyMaskForm.QLEN_ONLY, max_batch_size=3, **sizes)
     assert (ours is None) == (theirs is None)
     assert ours is None or torch.equal(ours.buffer, theirs.buffer)
@@ -233,7 +221,7 @@ def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -
     """
     batch, pool = build(of_mla(Case(ForwardMode.TARGET_VERIFY, (64, 70), new=rows)))
     spec_info = SpecInfo(num_draft_tokens=DRAFT)
-    backend = new_backend(sglang, pool, num_draft_tokens=DRAFT)
+    backend = mla.new_backend(sglang, pool, num_draft_tokens=DRAFT)
     backend.init_forward_metadata(server_batch(sglang, replace(batch, spec_info=spec_info)))
     theirs = backend.forward_decode_metadata.seq_lens_k.tolist()
     assert theirs == (batch.seq_lens + DRAFT).tolist()
@@ -250,7 +238,7 @@ def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, r
     fields: dict[str, Any] = {"page_size": size * page_size, "max_context_len": 280, "sliding_window": False}
     batch, pool = build(Case(mode, totals, new=new, host_seq_lens=True, **fields))
     dcp = DecodeContextParallel(size, rank)
-    backend = new_backend(sglang, pool, page_size=page_size, num_draft_tokens=new or None)
+    backend = mla.new_backend(sglang, pool, page_size=page_size, num_draft_tokens=new or None)
     backend.decode_cuda_graph_kv_indices = torch.full((len(totals), 4096 // page_size), -1, dtype=torch.int32)
     runner = GraphRunner(
         TRTLLMMLABackend(dcp=dcp), GraphMode(mode, new or 1), pool, (len(totals),), lambda *_: lambda: None
@@ -270,7 +258,7 @@ def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, r
     )
     for ours, theirs in pairs:
         assert ours.global_seq_lens_k.tolist() == theirs.global_seq_lens_k.tolist()
-        assert_same(ours, theirs, page_size, ours.seq_lens_k.tolist())
+        mla.assert_same(ours, theirs, page_size, ours.seq_lens_k.tolist())
 
 
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, DRAFT)])
@@ -283,7 +271,7 @@ def test_cute_dsls_calls_with_context_parallelism(sglang: Load, mode: ForwardMod
     noted = NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse))
     query, out = torch.randn(batch.num_tokens, HEADS, RANK + ROPE), torch.zeros(batch.num_tokens, HEADS, RANK)
     prepare_mla_dcp_attention(noted, batch, metadata, LAYER, query, cache, out=out, cute_dsl=True)()
-    module, theirs = sglang(CUTE_DSL), NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse))
+    module, theirs = sglang(mla.CUTE_DSL), NotedCalls(SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=_with_lse))
     module.flashinfer = SimpleNamespace(decode=theirs)
     backend = module.CuteDslMLABackend.__new__(module.CuteDslMLABackend)
     vars(backend).update(workspace_buffer=None, qk_nope_head_dim=LAYER.qk_nope_head_dim, kv_lora_rank=RANK)
@@ -314,7 +302,7 @@ def _with_lse(query: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 def prefix_chunks(sglang: Load, batch: ForwardBatch, pool: KVPool, capacity: int) -> Any:
     """SGLang's batch, with its own plan of the cached prefixes' chunks."""
 
-    class Server(sglang(PREFIX_CHUNKS).ForwardBatchDeepSeekMHAMixin):  # type: ignore[misc]
+    class Server(sglang(mla.PREFIX_CHUNKS).ForwardBatchDeepSeekMHAMixin):  # type: ignore[misc]
         pass
 
     server = Server()
@@ -348,7 +336,7 @@ def test_a_chunks_call(sglang: Load) -> None:
     server = prefix_chunks(sglang, batch, pool, 60)
     layer = MLALayer(0.3, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
     theirs: list[dict[str, Any]] = []
-    backend = new_backend(sglang, pool, q_data_type=torch.float32, data_type=torch.float32)
+    backend = mla.new_backend(sglang, pool, q_data_type=torch.float32, data_type=torch.float32)
     backend._run_prefill_kernel = lambda **arguments: theirs.append(arguments)
     backend.init_forward_metadata(server)
     sizes = SimpleNamespace(tp_q_head_num=2, tp_k_head_num=2, head_dim=10, v_head_dim=5, scaling=0.3)
@@ -374,27 +362,6 @@ def test_a_chunks_call(sglang: Load) -> None:
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, name
 
 
-@pytest.mark.parametrize("base", ["base2", "basee"])
-def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
-    """SGLang hands its merge FlashInfer's LSEs, which are of base 2: issue 40903, in every release that has chunks.
-
-    The kernel here is the one for what `sgl_kernel` has no other; that of `sgl_kernel` has the same formula.
-    """
-    generator = torch.Generator().manual_seed(0)
-    scores, values = torch.randn(2, 3, 2, 50, generator=generator) * 3, torch.randn(2, 3, 2, 50, 8, generator=generator)
-    scores[0] += 2.0  # a prefix that weighs more than the new tokens
-    outs = torch.einsum("prhk,prhkd->prhd", torch.softmax(scores, dim=-1), values)
-    lses = scores.logsumexp(dim=-1) / (math.log(2.0) if base == "base2" else 1.0)
-    merged, _ = sglang(MERGE).merge_state_triton(outs[0], lses[0], outs[1], lses[1])
-    whole = torch.einsum(
-        "rhk,rhkd->rhd", torch.softmax(torch.cat(list(scores), -1), dim=-1), torch.cat(list(values), -2)
-    )
-    error = float((merged - whole).abs().max())
-    assert error > 0.05 if base == "base2" else error < 1e-5
-    ours = merge_by_lse(outs, scores.logsumexp(dim=-1) / math.log(2.0))
-    torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("data_type", "counts"), [(torch.float8_e4m3fn, True), (torch.bfloat16, False)])
 def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> None:
     """SGLang's own decode: the query that its kernel is handed, and the scale that counts."""
@@ -402,12 +369,12 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
     served, _ = engine.serve(GraphMode(ForwardMode.DECODE), [40, 64, 35], [1, 1, 1])
     query = served.query.to(torch.bfloat16) * 300  # some beyond e4m3's largest
     cache = engine.pool.new_latent_cache(RANK + ROPE, data_type)
-    backend = new_backend(
+    backend = mla.new_backend(
         sglang, engine.pool, data_type=data_type, kernel=lambda query, **_: query[..., :RANK].contiguous()
     )
     server = server_batch(sglang, served.batch)
     backend.init_forward_metadata(server)
-    attend(backend, server, query, cache.storage.flatten(0, 1), rope=torch.zeros(3, 1, ROPE, dtype=query.dtype))
+    mla.attend(backend, server, query, cache.storage.flatten(0, 1), rope=torch.zeros(3, 1, ROPE, dtype=query.dtype))
     layer = replace(LAYER, k_scale=0.5)
     metadata = build_mla_decode_metadata(served.batch, engine.pool)
     noted = NotedCalls()
@@ -416,7 +383,7 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
     ((_, own),), (call,) = noted.calls, backend.calls
     assert own["query"].dtype == call["query"].dtype == data_type
     assert torch.equal(own["query"].float(), call["query"].float())
-    sglang(BACKEND).logger.warning_once = lambda *_: None  # which SGLang's own logging adds
+    sglang(mla.BACKEND).logger.warning_once = lambda *_: None  # which SGLang's own logging adds
     theirs = backend._compute_decode_bmm1_scale(SimpleNamespace(scaling=LAYER.softmax_scale, k_scale_float=0.5))
     assert own["bmm1_scale"] == theirs == LAYER.softmax_scale * (0.5 if counts else 1.0)
 
@@ -424,7 +391,7 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
 def test_a_prefills_e4m3_tensors(sglang: Load) -> None:
     """Without scales, which an engine's checkpoint rarely has; those that it has go to a kernel of another package."""
     sides = [torch.randn(7, 2, dim) * 100 for dim in (10, 10, 5)]
-    *theirs, k_scale, v_scale = sglang(BACKEND)._quantize_fp8_qkv(*sides, SimpleNamespace())
+    *theirs, k_scale, v_scale = sglang(mla.BACKEND)._quantize_fp8_qkv(*sides, SimpleNamespace())
     ours = quantised_prefill(MLALayer(1.0), *sides)
     assert (k_scale, v_scale) == (1.0, 1.0)
     for own, other in zip(ours, theirs, strict=True):
