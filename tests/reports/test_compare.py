@@ -14,7 +14,7 @@ from rich.console import Console
 from lab.reports.compare import compare as reports_compare
 from lab.reports.tables import FittedTable
 from tests.commands.command import run as run_lab
-from tests.reports.recorded_runs import benchmark, entry, environment, host_entry, samples_us, write_run
+from tests.reports.recorded_runs import entry, environment, host_entry, samples_us, write_run
 from tests.timing.inner_pytest import inner_environment
 
 PORTABLE, TRTLLM = "lab.kernels.portable", "lab.kernels.trtllm"
@@ -114,6 +114,7 @@ COMPARED: dict[str, tuple[Entries, Entries, str, int, tuple[str, ...]]] = {
     ),
     "a step of the clock": (rows(250), rows(250, sm_clock_mhz=[1950, 1965]), "", 0, ("1 SAME",)),
     "no recorded clocks": (rows(250, sm_clock_mhz=None), rows(250, sm_clock_mhz=None), "", 0, ("1 SAME",)),
+    "host times beside": ([*rows(250), host_entry()], [*rows(250), host_entry()], "", 0, ("1 SAME", "host time")),
     "host times alone": ([host_entry()], [host_entry()], "", 125, ("nothing was compared",)),
     "nothing in common": (rows(250), [SAME], "", 125, ("nothing was compared",)),
     # A verdict that a limit may have made is none.
@@ -160,14 +161,6 @@ def test_versions_are_compared_and_other_machines_refused(
     assert found == status
     assert all(word in said for word in words)
     assert ("1 SLOWER" in said) == (status == 1)
-
-
-def test_host_time_is_never_compared(compare: Any) -> None:
-    slow = benchmark(host_entry()["name"], samples_us(8000.0), {"clock": "host"})
-    status, said = compare([*rows(250), host_entry()], [*rows(250), slow])
-    assert status == 0
-    assert "host time" in said
-    assert "test_build_mha_metadata" not in said
 
 
 def test_settings_that_differ_get_a_column_and_the_others_a_line(compare: Any) -> None:

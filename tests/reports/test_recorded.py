@@ -35,7 +35,8 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert [other.facts["clock"] for other in run.other_rows] == ["host"]
 
 
-def test_identity_is_what_was_measured_and_how(tmp_path: Path) -> None:
+def test_identity_is_what_was_measured_and_how_and_not_what_was_reached(tmp_path: Path) -> None:
+    reached = read_run(write_run(tmp_path / "reached.json", [entry(samples=[1.0], launches=2, kernel="trtllm-gen")]))
     changes: list[dict[str, Any]] = [
         {},
         {"implementation": "lab.kernels.portable"},
@@ -46,64 +47,25 @@ def test_identity_is_what_was_measured_and_how(tmp_path: Path) -> None:
     ]
     run = read_run(write_run(tmp_path / "run.json", [entry(**change) for change in changes]))
     assert len({row.identity for row in run.rows}) == len(changes)
+    assert run.rows[0].identity == reached.rows[0].identity
     assert in_words(run.rows[0].identity) == (
         "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, dtype bfloat16, kv_dtype bfloat16, "
         "clock graph, l2 cold by rotation"
     )
 
 
-def test_identity_is_not_what_was_reached(tmp_path: Path) -> None:
-    before = read_run(write_run(tmp_path / "before.json", [entry(samples=[1.0], launches=1, kernel="xqa")]))
-    after = read_run(write_run(tmp_path / "after.json", [entry(samples=[2.0], launches=2, kernel="trtllm-gen")]))
-    assert before.rows[0].identity == after.rows[0].identity
+@pytest.mark.parametrize(
+    ("clock", "is_gpu_time"),
+    [(None, False), ("host", False), ("wall", False), ("graph", True), ("cupti", True), ("events", True)],
+)
+def test_only_a_gpu_clock_is_gpu_time(tmp_path: Path, clock: str | None, is_gpu_time: bool) -> None:
+    run = read_run(write_run(tmp_path / "run.json", [entry(clock=clock)], ceilings=None))
+    assert (len(run.gpu_rows), len(run.other_rows)) == ((1, 0) if is_gpu_time else (0, 1))
+    assert run.ceilings == {}
 
 
-@pytest.mark.parametrize("clock", [None, "host", "wall"])
-def test_only_a_gpu_clock_is_gpu_time(tmp_path: Path, clock: str | None) -> None:
-    run = read_run(write_run(tmp_path / "run.json", [entry(clock=clock)]))
-    assert not run.gpu_rows
-    assert len(run.other_rows) == 1
-
-
-@pytest.mark.parametrize("clock", ["graph", "cupti", "events"])
-def test_every_gpu_clock_is(tmp_path: Path, clock: str) -> None:
-    assert read_run(write_run(tmp_path / "run.json", [entry(clock=clock)])).gpu_rows
-
-
-@pytest.mark.parametrize("path", TIMINGS, ids=lambda path: path.parent.name)
-def test_what_the_lab_recorded_can_be_read(path: Path) -> None:
-    run = read_run(path)
-    assert run.environment["gpu"]
-    assert len(run.gpu_rows) + len(run.other_rows) == len(run.rows) > 0
-
-
-def test_a_run_without_ceilings_has_none(tmp_path: Path) -> None:
-    assert read_run(write_run(tmp_path / "run.json", [entry()], ceilings=None)).ceilings == {}
-
-
-@pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_sample_that_is_no_time_is_refused(tmp_path: Path, sample: float) -> None:
-    path = write_run(tmp_path / "run.json", [entry(samples=[1.0, sample, 2.0])])
-    with pytest.raises(RecordedFileError, match="a benchmark that timed nothing"):
-        read_run(path)
-
-
-def test_statistics_without_samples_are_refused(tmp_path: Path) -> None:
-    saved = entry()
-    del saved["stats"]["data"]
-    with pytest.raises(RecordedFileError, match="--benchmark-save-data"):
-        read_run(write_run(tmp_path / "run.json", [saved]))
-
-
-def test_a_benchmark_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordedFileError, match=r"the benchmark is there twice: tests/benchmarks/.*trtllm"):
-        read_run(write_run(tmp_path / "run.json", [entry(), entry()]))
-
-
-def test_a_measurement_twice_by_two_names_is_refused(tmp_path: Path) -> None:
-    facts = entry()["extra_info"]
-    with pytest.raises(RecordedFileError, match=r"the measurement is there twice: decode/llama-3\.1-8b"):
-        read_run(write_run(tmp_path / "run.json", [benchmark("one", [1.0], facts), benchmark("two", [1.0], facts)]))
+def benchmarks(*listed: object) -> str:
+    return json.dumps({"benchmarks": listed})
 
 
 @pytest.mark.parametrize(
@@ -112,25 +74,38 @@ def test_a_measurement_twice_by_two_names_is_refused(tmp_path: Path) -> None:
         ("not json", "not JSON"),
         ("[]", "no list of benchmarks"),
         ('{"verdicts": []}', "no list of benchmarks"),
-        (json.dumps({"benchmarks": [{"stats": {"data": [1]}}]}), "without a name"),
-        (json.dumps({"benchmarks": [{"name": "one"}]}), "no raw samples"),
-        (json.dumps({"benchmarks": [5]}), "not in the form"),
+        (benchmarks({"stats": {"data": [1]}}), "without a name"),
+        (benchmarks({"name": "one"}), "no raw samples; .*--benchmark-save-data"),
+        (benchmarks(5), "not in the form"),
         (json.dumps({"benchmarks": [], "machine_info": {"lab": None}}), "not in the form"),
-        (json.dumps({"benchmarks": [{"name": "one", "stats": {"data": ["x"]}}]}), "not in the form"),
-        (json.dumps({"benchmarks": [{"name": "one", "stats": {"data": [1]}, "extra_info": [1]}]}), "no mapping"),
+        (benchmarks({"name": "one", "stats": {"data": ["x"]}}), "not in the form"),
+        (benchmarks({"name": "one", "stats": {"data": [1]}, "extra_info": [1]}), "no mapping"),
+        (benchmarks(entry(), entry()), "the benchmark is there twice: tests/benchmarks/.*trtllm"),
+        (
+            benchmarks(*(benchmark(name, [1.0], entry()["extra_info"]) for name in ("one", "two"))),
+            r"the measurement is there twice: decode/llama-3\.1-8b",
+        ),
+        *(
+            (benchmarks(entry(samples=[1.0, sample, 2.0])), "a benchmark that timed nothing")
+            for sample in (0.0, -1.0, float("nan"), float("inf"))
+        ),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "other.json"
+    with pytest.raises(RecordedFileError, match="No such file"):
+        read_run(path)
     path.write_text(text)
     with pytest.raises(RecordedFileError, match=words) as refusal:
         read_run(path)
     assert str(path) in str(refusal.value)
 
 
-def test_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordedFileError, match="No such file"):
-        read_run(tmp_path / "none.json")
+@pytest.mark.parametrize("path", TIMINGS, ids=lambda path: path.parent.name)
+def test_what_the_lab_recorded_can_be_read(path: Path) -> None:
+    run = read_run(path)
+    assert run.environment["gpu"]
+    assert len(run.gpu_rows) + len(run.other_rows) == len(run.rows) > 0
 
 
 def test_a_folder_holds_repeated_runs(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_a_row_says_what_was_recorded(tmp_path: Path) -> None:
     assert "| trtllm | 260.00 |" in report_markdown(run_of(tmp_path, [entry(samples=[260.0] * 30, kernel=None)]))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_the_header_says_on_what(tmp_path: Path) -> None:
+    text = report_markdown(run_of(tmp_path, entries()))
+    for words in (
         "| GPU | NVIDIA H200 |",
         "| driver | 580.159.04 |",
         "| maximum SM clock | 1980 MHz |",
@@ -64,10 +64,8 @@ def test_a_row_says_what_was_recorded(tmp_path: Path) -> None:
         "| matrix units, TFLOP/s (bfloat16) | 790 | 989 |",
         "## Ceilings; datasheet: NVIDIA H200 Tensor Core GPU datasheet, SXM5",
         "* graph, L2 cold by rotation: calls recorded in a CUDA graph",
-    ],
-)
-def test_the_header_says_on_what(tmp_path: Path, words: str) -> None:
-    assert words in report_markdown(run_of(tmp_path, entries()))
+    ):
+        assert words in text
 
 
 def test_what_is_not_recorded_is_not_stated(tmp_path: Path) -> None:
@@ -90,6 +88,9 @@ def test_a_ceiling_without_a_datasheet(tmp_path: Path) -> None:
 
 def test_rows_are_sorted_by_mode_and_batch_whatever_the_order_of_the_tests(tmp_path: Path) -> None:
     text = report_markdown(run_of(tmp_path, entries()))
+    assert "side by side" in text
+    alone = report_markdown(run_of(tmp_path, entries()[::2]))
+    assert not any(words in alone for words in ("side by side", "Not timed"))
     names = [f"{mode}/llama-3.1-8b/{batch}" for mode in ("decode", "target_verify") for batch in ("8q1s4k", "64q1s4k")]
     shown = [line.split(" | ") for line in lines_with(text.split("## GPU time")[1], "q1s4k")]
     assert [cells[:2] for cells in shown] == [
@@ -181,13 +182,6 @@ def test_a_median_has_the_style_of_its_verdict_against_the_fastest(tmp_path: Pat
     assert styles["peers.slow, µs"] == ""
 
 
-def test_one_implementation_has_no_table_side_by_side(tmp_path: Path) -> None:
-    assert "side by side" in report_markdown(run_of(tmp_path, entries()))
-    text = report_markdown(run_of(tmp_path, entries()[::2]))
-    assert "side by side" not in text
-    assert "Not timed" not in text
-
-
 def test_host_time_stands_apart(tmp_path: Path) -> None:
     old = benchmark("test_old", samples_us(100.0), {"method": "some method"})
     text = report_markdown(run_of(tmp_path, [*entries(), host_entry(), old]))
@@ -230,12 +224,6 @@ def test_without_matplotlib_the_tables_are_written(
     assert "plots" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other.json").write_text("[]")
-    assert run(f"report {tmp_path}/other.json") == 2
-    assert "no list of benchmarks" in capsys.readouterr().err
-
-
 def marks_of(figure: Any) -> list[Any]:
     return [line for line in figure.axes[0].get_lines() if line.get_marker() not in ("None", "")]
 
@@ -267,46 +255,31 @@ class TestPlots:
         assert solid.get_xdata()[1] == pytest.approx(790 / 4.243)
         assert solid.get_ydata()[0] == pytest.approx(4.243 * solid.get_xdata()[0])
 
-    def test_implementations_are_told_apart_and_throttled_marks_are_hollow(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path, [*turns(), entry("extend/llama-3.1-8b/8q4k", PORTABLE, throttled_by=["thermal limit"])])
-        marks = marks_of(figures(run)["time-over-floor-graph-l2-cold-by-rotation.png"])
-        assert len({(mark.get_marker(), mark.get_color()) for mark in marks}) == 4
-        assert [mark.get_markerfacecolor() == "none" for mark in marks] == [False] * 4 + [True]
-
-    def test_a_picture_holds_one_method(self, tmp_path: Path) -> None:
-        drawn = figures(run_of(tmp_path, [*entries(), entry(l2="warm")]))
-        assert len(marks_of(drawn["time-over-floor-graph-l2-cold-by-rotation.png"])) == len(entries())
-        assert len(marks_of(drawn["time-over-floor-graph-l2-warm.png"])) == 1
-
     def test_no_roof_is_drawn_that_was_not_recorded(self, tmp_path: Path) -> None:
         figure = figures(run_of(tmp_path, entries(), ceilings=None))["roofline-graph-l2-cold-by-rotation.png"]
         assert all(line.get_linestyle() == "None" for line in figure.axes[0].get_lines())
 
     def test_time_over_floor(self, tmp_path: Path) -> None:
-        run = run_of(tmp_path, entries())
-        figure = figures(run)["time-over-floor-graph-l2-cold-by-rotation.png"]
-        (axes,) = figure.axes
-        assert [label.get_text() for label in axes.get_yticklabels()] == [
-            "decode/llama-3.1-8b/8q1s4k",
-            "decode/llama-3.1-8b/64q1s4k",
-            "target_verify/llama-3.1-8b/8q1s4k",
-            "target_verify/llama-3.1-8b/64q1s4k",
+        run = run_of(tmp_path, [*entries(), entry(page_size=128), entry(l2="warm")])
+        drawn = figures(run)
+        figure = drawn["time-over-floor-graph-l2-cold-by-rotation.png"]
+        assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+            f"{name}, page size {size}"
+            for name, size in (
+                ("decode/llama-3.1-8b/8q1s4k", 64),
+                ("decode/llama-3.1-8b/64q1s4k", 64),
+                ("decode/llama-3.1-8b/64q1s4k", 128),
+                ("target_verify/llama-3.1-8b/8q1s4k", 64),
+                ("target_verify/llama-3.1-8b/64q1s4k", 64),
+            )
         ]
         assert sorted(mark.get_xdata()[0] for mark in marks_of(figure)) == pytest.approx(
-            sorted(row.median_us / row.facts["floor_us"] for row in run.gpu_rows)
+            sorted(row.median_us / row.facts["floor_us"] for row in run.gpu_rows if row.facts["l2"] != "warm")
         )
-
-    def test_settings_that_differ_name_lines_apart(self, tmp_path: Path) -> None:
-        figure = figures(run_of(tmp_path, [entry(page_size=128), entry(page_size=16)]))[
-            "time-over-floor-graph-l2-cold-by-rotation.png"
-        ]
-        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        assert labels == [f"decode/llama-3.1-8b/64q1s4k, page size {size}" for size in (16, 128)]
-
-    def test_rows_without_the_numbers_are_left_out(self, tmp_path: Path) -> None:
-        assert figures(run_of(tmp_path, [entry(operations=None, bytes_moved=None, floor_us=None)])) == {}
+        assert len(marks_of(drawn["time-over-floor-graph-l2-warm.png"])) == 1
 
     def test_a_floor_shorter_than_a_launch_has_no_mark_and_no_operations_no_point(self, tmp_path: Path) -> None:
+        assert figures(run_of(tmp_path, [entry(operations=None, bytes_moved=None, floor_us=None)])) == {}
         for floor_us in (0.0, 0.99):
             assert figures(run_of(tmp_path, [entry(operations=0, floor_us=floor_us)])) == {}
         (name,) = figures(run_of(tmp_path, [entry(operations=0, floor_us=1.0)]))

@@ -190,17 +190,16 @@ def test_recorded_calls_are_benchmarks_named_by_their_addresses(tmp_path: Path) 
     ]  # neither drafts nor what has no scenario
 
 
-@pytest.mark.parametrize("option", ["--lab-scenario", "--lab-trace"])
-def test_an_option_of_scenarios_does_not_go_with_recorded_calls(option: str) -> None:
-    options = {"--lab-clock": "graph", "--lab-l2": "cold", "--lab-calls": "dumps", option: "it"}
-    with pytest.raises(pytest.UsageError, match=f"no scenario: leave out {option}"):
-        conftest.pytest_configure(SimpleNamespace(getoption=options.get, stash=pytest.Stash()))
-
-
 @pytest.mark.parametrize(
-    ("clock", "l2", "message"), [("wall", "cold", "no clock is called 'wall'"), ("graph", "hot", "not 'hot'")]
+    ("changed", "message"),
+    [
+        ({"--lab-calls": "dumps", "--lab-scenario": "it"}, "no scenario: leave out --lab-scenario"),
+        ({"--lab-calls": "dumps", "--lab-trace": "it"}, "no scenario: leave out --lab-trace"),
+        ({"--lab-clock": "wall"}, "no clock is called 'wall'"),
+        ({"--lab-l2": "hot"}, "not 'hot'"),
+    ],
 )
-def test_an_unknown_method_stops_the_run(clock: str, l2: str, message: str) -> None:
-    options = {"--lab-clock": clock, "--lab-l2": l2}
+def test_options_that_do_not_go_together_stop_the_run(changed: dict[str, str], message: str) -> None:
+    options = {"--lab-clock": "graph", "--lab-l2": "cold"} | changed
     with pytest.raises(pytest.UsageError, match=message):
         conftest.pytest_configure(SimpleNamespace(getoption=options.get, stash=pytest.Stash()))

@@ -44,9 +44,6 @@ def test_median_and_spread_of_samples() -> None:
 def test_samples_that_are_no_times_are_refused(samples: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="nothing was timed"):
         GpuTime(samples, WARM, launches=1)
-
-
-def test_a_call_without_launches_is_refused() -> None:
     with pytest.raises(ValueError, match="0 launches"):
         GpuTime((1.0,), WARM, launches=0)
 

@@ -35,13 +35,9 @@ def clock() -> Clock:
 
 
 def test_a_sample_is_the_mean_of_a_batch_in_microseconds(clock: Clock) -> None:
-    call = clock.taking("a", 999, 1000, 3000, 5000, 7000)
+    """The first call is not counted."""
+    call = clock.taking("a", 10**9, 1000, 3000, 5000, 7000)
     assert host_time({"a": call}, batches=2, calls_per_batch=2, timer=clock)["a"].samples_us == (2.0, 6.0)
-
-
-def test_the_first_run_of_each_call_is_not_counted(clock: Clock) -> None:
-    times = host_time({"a": clock.taking("a", 10**9, 2500)}, batches=3, calls_per_batch=4, timer=clock)
-    assert times["a"].samples_us == (2.5, 2.5, 2.5)
 
 
 def test_calls_take_turns(clock: Clock) -> None:
@@ -68,13 +64,7 @@ def test_a_gpu_that_nobody_uses_is_not_woken(clock: Clock, monkeypatch: pytest.M
 def test_the_median() -> None:
     assert HostTime((9.0, 1.0, 2.0)).median_us == 2.0
     assert HostTime((1.23456,)).facts() == {"host_us": 1.23, "host_samples_us": [1.235]}
-    assert "perf_counter" in HostTime((1.0,)).method
-
-
-def test_without_a_clock_it_is_real_time() -> None:
-    time = host_time({"a": lambda: None})["a"]
-    assert len(time.samples_us) == BATCHES
-    assert 0.0 < time.median_us < 1000.0
+    assert len(host_time({"a": lambda: None})["a"].samples_us) == BATCHES
 
 
 @pytest.mark.parametrize("options", [{"batches": 0}, {"calls_per_batch": 0}])

@@ -16,29 +16,25 @@ rooflines = sys.modules["lab.timing.roofline"]  # `lab.timing.roofline` is the f
 CEILINGS = Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800)
 
 
-def test_work_bound_by_memory() -> None:
-    """400 MB at 4 TB/s are 100 µs; 8 GFLOP at 800 TFLOP/s are 10 µs; it took 125."""
-    line = roofline(125.0, 400_000_000, 8_000_000_000, CEILINGS)
-    assert (line.floor_us, line.floor_bound) == (pytest.approx(100), "memory")
-    assert line.floor_percent == pytest.approx(80)
-    assert line.bandwidth_gbps == pytest.approx(3200)
-    assert line.bandwidth_percent == pytest.approx(80)
-    assert line.rate_tflops == pytest.approx(64)
-    assert line.matrix_rate_percent == pytest.approx(8)
-    assert roofline(3.0, 4_000, 8, CEILINGS).facts()["bandwidth_gbps"] == 1.333
-
-
-def test_work_bound_by_the_matrix_units() -> None:
-    """4 MB are 1 µs; 160 GFLOP are 200 µs; it took 400."""
-    line = roofline(400.0, 4_000_000, 160_000_000_000, CEILINGS)
-    assert (line.floor_us, line.floor_bound) == (pytest.approx(200), "matrix")
-    assert line.floor_percent == pytest.approx(50)
-    assert line.matrix_rate_percent == pytest.approx(50)
-    assert line.bandwidth_percent == pytest.approx(0.25)
-
-
-def test_work_bound_by_both_is_bound_by_memory() -> None:
-    assert roofline(1.0, 4_000_000, 800_000_000, CEILINGS).floor_bound == "memory"
+@pytest.mark.parametrize(
+    ("median_us", "work", "floor", "reached"),
+    [
+        # 400 MB at 4 TB/s are 100 µs; 8 GFLOP at 800 TFLOP/s are 10 µs.
+        (125.0, (400_000_000, 8_000_000_000), (100.0, "memory", 80.0), (3200.0, 80.0, 64.0, 8.0)),
+        # 4 MB are 1 µs; 160 GFLOP are 200 µs.
+        (400.0, (4_000_000, 160_000_000_000), (200.0, "matrix", 50.0), (10.0, 0.25, 400.0, 50.0)),
+        # 1 µs each.
+        (1.0, (4_000_000, 800_000_000), (1.0, "memory", 100.0), (4000.0, 100.0, 800.0, 100.0)),
+        (3.0, (4_000, 8), (0.001, "memory", 0.033), (1.333, 0.033, 0.0, 0.0)),
+    ],
+)
+def test_the_floor_is_the_longer_of_two_times(
+    median_us: float, work: tuple[int, int], floor: tuple[float, str, float], reached: tuple[float, ...]
+) -> None:
+    facts = roofline(median_us, *work, CEILINGS).facts()
+    assert tuple(facts[name] for name in ("floor_us", "floor_bound", "floor_percent")) == floor
+    names = ("bandwidth_gbps", "bandwidth_percent", "rate_tflops", "matrix_rate_percent")
+    assert tuple(facts[name] for name in names) == reached
 
 
 def test_an_unknown_gpu_has_no_datasheet_figures() -> None:

@@ -9,7 +9,7 @@ import pytest
 from lab.timing.statistics import Rule, Speed, Times, compare_runs, compare_samples, compare_times
 from tests.reports.recorded_runs import samples_us
 
-SEEDS = range(200)
+SEEDS = range(80)
 
 
 def run_us(seed: int, shift_percent: float = 0.0, noise_percent: float = 0.5) -> list[float]:
@@ -20,15 +20,12 @@ def run_us(seed: int, shift_percent: float = 0.0, noise_percent: float = 0.5) ->
 
 
 def test_two_runs_of_the_same_code_never_trip() -> None:
-    changes = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).speed for seed in SEEDS]
-    assert set(changes) <= {Speed.SAME, Speed.UNSURE}
-    assert changes.count(Speed.SAME) > 190
-
-
-def test_a_rank_test_alone_would_trip() -> None:
-    """Why there is a minimum effect."""
-    p_values = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).p_value for seed in SEEDS]
-    assert sum(p_value < 0.01 for p_value in p_values) > 100
+    """Of a minimum effect: a rank test alone would call most of them significant."""
+    compared = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)) for seed in SEEDS]
+    speeds = [each.speed for each in compared]
+    assert set(speeds) <= {Speed.SAME, Speed.UNSURE}
+    assert speeds.count(Speed.SAME) > 0.95 * len(SEEDS)
+    assert sum(each.p_value is not None and each.p_value < 0.01 for each in compared) > len(SEEDS) / 2
 
 
 @pytest.mark.parametrize(("shift_percent", "change"), [(10, Speed.SLOWER), (-10, Speed.FASTER)])
@@ -45,7 +42,7 @@ def test_noise_makes_unsure_and_never_the_opposite() -> None:
         for seed in SEEDS
     ]
     assert set(changes) == {Speed.UNSURE, Speed.SLOWER}
-    assert changes.count(Speed.UNSURE) > 150
+    assert changes.count(Speed.UNSURE) > 0.75 * len(SEEDS)
 
 
 def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
@@ -76,25 +73,6 @@ def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_bey
     assert "reaches across the minimum effect of 3 %" in comparison.reason
 
 
-def test_an_interval_beyond_the_minimum_effect_is_not_enough_without_the_rank_test() -> None:
-    """5 and 5 samples cannot reach p = 0.001, however far apart they are."""
-    comparison = compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204], Rule(significance=0.001))
-    assert comparison.speed is Speed.UNSURE
-    assert "rank test" in comparison.reason
-    assert compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204]).speed is Speed.SLOWER
-
-
-def test_effect_and_interval_of_the_medians() -> None:
-    comparison = compare_samples(samples_us(100, 1, 100, 1), samples_us(120, 1, 100, 2))
-    assert comparison.effect_percent == pytest.approx(20, abs=0.5)
-    assert comparison.ratio == pytest.approx(1 + comparison.effect_percent / 100)
-    assert comparison.interval_percent is not None
-    lower, upper = comparison.interval_percent
-    assert lower < comparison.effect_percent < upper
-    assert 0.2 < upper - lower < 2
-    assert comparison == compare_samples(samples_us(100, 1, 100, 1), samples_us(120, 1, 100, 2)), "seeded"
-
-
 def test_the_interval_covers_as_often_as_it_says() -> None:
     """With 30 normal samples, truth +5 %: about 99 % of the intervals hold it."""
     held = 0
@@ -113,17 +91,6 @@ def test_constant_samples() -> None:
     assert slower.interval_percent == pytest.approx((20.0, 20.0))
 
 
-def test_outliers_change_nothing() -> None:
-    before = samples_us(100, 0.5, seed=1)
-    assert compare_samples(before, [*samples_us(100, 0.5, seed=2), 1e6, 1e6, 1e6]).speed is Speed.SAME
-
-
-def test_two_modes_of_equal_weight_are_unsure() -> None:
-    before = samples_us(100, 0.5, 15, seed=1) + samples_us(120, 0.5, 15, seed=2)
-    after = samples_us(100, 0.5, 15, seed=3) + samples_us(120, 0.5, 15, seed=4)
-    assert compare_samples(before, after).speed is Speed.UNSURE
-
-
 @pytest.mark.parametrize(("count", "other"), [(1, 1), (4, 4), (4, 30), (30, 2)])
 def test_too_few_samples_say_how_few(count: int, other: int) -> None:
     comparison = compare_samples(samples_us(100, count=count), samples_us(300, count=other))
@@ -140,11 +107,10 @@ def test_what_is_no_time_is_refused(wrong: float, compare: Callable[..., object]
         compare(good, [*good, wrong, -2.0])
     with pytest.raises(ValueError, match="a sample before is"):
         compare([*good, wrong], good)
-
-
-def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a time"):
+        compare_times(Times(wrong), Times(1.0))
     with pytest.raises(ValueError, match="no samples before"):
-        compare_samples([], [1.0])
+        compare([], good)
 
 
 @pytest.mark.parametrize(("effect", "significance"), [(-1, 0.01), (math.nan, 0.01), (3, 0), (3, 1), (3, math.nan)])
@@ -153,35 +119,12 @@ def test_thresholds_out_of_range_are_refused(effect: float, significance: float)
         Rule(effect, significance)
 
 
-def test_from_five_runs_a_run_is_a_sample() -> None:
-    """Runs that differ by 20 % among themselves: 30 samples of each look like 180, and are 6."""
-    random = np.random.default_rng(0)
-    before, after = (
-        [samples_us(level * random.uniform(0.9, 1.1), 0.1, seed=seed) for seed in range(6)] for level in (100, 106)
-    )
-    pooled = compare_samples([us for run in before for us in run], [us for run in after for us in run])
-    by_run = compare_runs(before, after)
-    assert by_run.p_value > 1000 * pooled.p_value
-    assert by_run.speed is Speed.UNSURE
-
-
-def test_six_runs_are_six_samples() -> None:
-    before, after = [run_us(seed) for seed in range(6)], [run_us(seed) for seed in range(6, 12)]
+@pytest.mark.parametrize("runs", [4, 5])
+def test_a_run_is_a_sample_where_there_are_five(runs: int) -> None:
+    before, after = [run_us(seed) for seed in range(runs)], [run_us(seed, 10) for seed in range(runs, 2 * runs)]
+    samples = [[us for run in side for us in run] for side in (before, after)]
     medians = [[float(np.median(run)) for run in side] for side in (before, after)]
-    assert compare_runs(before, after) == compare_samples(*medians)
-
-
-def test_five_runs_of_ten_percent_more_are_seen() -> None:
-    before = [run_us(seed) for seed in range(5)]
-    after = [run_us(seed, shift_percent=10) for seed in range(5, 10)]
-    comparison = compare_runs(before, after)
-    assert comparison.speed is Speed.SLOWER
-    assert comparison.p_value == pytest.approx(2 / math.comb(10, 5))
-
-
-def test_fewer_runs_are_put_together() -> None:
-    before, after = [run_us(0), run_us(1)], [run_us(2), run_us(3)]
-    assert compare_runs(before, after) == compare_samples(before[0] + before[1], after[0] + after[1])
+    assert compare_runs(before, after) == compare_samples(*(medians if runs == 5 else samples))
 
 
 def test_times_of_samples_have_their_quartiles() -> None:
@@ -190,10 +133,10 @@ def test_times_of_samples_have_their_quartiles() -> None:
     assert Times.of([7.0]) == Times(7.0, 0.0, (7.0,))
     assert Times(100.0, 6.0).quartiles_us == (97.0, 103.0)
     assert Times(100.0).quartiles_us is None
-
-
-def test_the_confidence_is_what_the_error_leaves() -> None:
-    assert Rule(significance=0.05).confidence_percent == pytest.approx(95)
+    assert Times(5.0, 1.0, (4.0, 6.0)).plus(2.0) == Times(7.0, 1.0, (6.0, 8.0))
+    row = {"median_us": 3.0, "iqr_us": 2.0}
+    assert Times.of_row(row) == Times(3.0, 2.0)
+    assert Times.of_row(row | {"samples_us": [1.0, 2.0, 6.0]}).samples_us == (1.0, 2.0, 6.0)
 
 
 def test_the_interval_is_that_of_its_level() -> None:
@@ -202,13 +145,11 @@ def test_the_interval_is_that_of_its_level() -> None:
     random = np.random.default_rng(0)
     medians = [np.median(random.choice(side, size=(5000, side.size)), axis=1) for side in (after, before)]
     expected = 100 * np.quantile(medians[0] / medians[1], [0.005, 0.995]) - 100
-    assert compare_samples(before, after).interval_percent == pytest.approx(tuple(expected))
-
-
-def test_a_row_that_kept_its_samples_is_judged_by_them() -> None:
-    row = {"median_us": 3.0, "iqr_us": 2.0}
-    assert Times.of_row(row) == Times(3.0, 2.0)
-    assert Times.of_row(row | {"samples_us": [1.0, 2.0, 6.0]}).samples_us == (1.0, 2.0, 6.0)
+    found = compare_samples(before, after)
+    assert found.interval_percent == pytest.approx(tuple(expected))
+    assert found.ratio == pytest.approx(np.median(after) / np.median(before))
+    assert found.effect_percent == pytest.approx(100 * found.ratio - 100)
+    assert Rule(significance=0.05).confidence_percent == pytest.approx(95)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +190,3 @@ def test_with_samples_on_both_sides_they_decide() -> None:
     before, after = ([level_us * (1 + 0.001 * place) for place in range(20)] for level_us in (100, 90))
     assert compare_times(Times.of(before), Times.of(after)) == compare_samples(before, after)
     assert compare_times(Times.of(before), Times(90.0, 0.1)).p_value is None
-
-
-@pytest.mark.parametrize("median_us", [0.0, -1.0, math.nan, math.inf])
-def test_a_median_that_is_no_time_is_refused(median_us: float) -> None:
-    with pytest.raises(ValueError, match="not a time"):
-        compare_times(Times(median_us), Times(1.0))
-
-
-def test_a_saving_is_added_to_the_time_after() -> None:
-    assert Times(5.0, 1.0, (4.0, 6.0)).plus(2.0) == Times(7.0, 1.0, (6.0, 8.0))

@@ -19,8 +19,7 @@ pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
 from lab.files import read_json, without_suffix, write_text
-from lab.reports.html.experiments import experiment_part
-from lab.reports.html.findings import findings_in, markdown_html, slug
+from lab.reports.html.findings import markdown_html, slug
 from lab.reports.html.judged import check_name, decline_table
 from lab.reports.html.page import html_report
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
@@ -141,38 +140,10 @@ def test_the_page_opens_with_the_answer(html: str) -> None:
     assert "Fastest in 50 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert said.index("<b>known</b>: a result is wrong in a way that") < said.index('<span class="known">')
-    assert "K1 oracle of decode: wrong. What the check catches: any error of an output vector" in said
-
-
-def test_no_two_tables_have_the_same_title(html: str) -> None:
     titles = re.findall(r"<summary>(.*?) <span", html)
     assert "timings.json: GPU time" in titles
     assert len(titles) == len(set(titles))
-
-
-def test_the_fastest_of_each_scenario(page: Page) -> None:
-    compared = 0
-    for place, run in enumerate(content for _, content in contents() if "benchmarks" in content):
-        medians: dict[str, list[float]] = {}
-        for each in run["benchmarks"]:
-            if each["extra_info"].get("clock") == "graph":
-                median_us = statistics.median(1e6 * seconds for seconds in each["stats"]["data"])
-                medians.setdefault(each["extra_info"]["scenario"], []).append(median_us)
-        several = {name for name, each in medians.items() if len(each) > 1}
-        if not several:
-            continue
-        compared += 1
-        table = page.tables[f"run-{place}-fastest"]
-        shown = {cells[0].text: dict(zip(table.headings, cells, strict=True)) for cells in table.rows}
-        assert several <= set(shown)
-        implementations = {
-            each["extra_info"]["implementation"].removeprefix("lab.kernels.") for each in run["benchmarks"]
-        }
-        for name, row in shown.items():
-            columns = [row[f"{each}, µs"].order for each in implementations if f"{each}, µs" in row]
-            assert sorted(each for each in columns if each is not None) == sorted(medians[name])
-            assert row[f"{row['fastest'].text.split(', ')[0]}, µs"].order == min(medians[name])
-    assert compared == 3
+    assert "K1 oracle of decode: wrong. What the check catches: any error of an output vector" in said
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine.json.gz"])
@@ -219,15 +190,6 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
     ]
     places = [written.index(each) for each in said]
     assert places == sorted(places)
-
-
-def test_the_worst_right_error_is_of_right_cases(page: Page) -> None:
-    for name, content in contents():
-        if "checks" in content:
-            ratios = [float(case.get("worst_ratio", 0)) for case in content["cases"] if case["outcome"] == "right"]
-            places = [cell.text for cell in page.tables["judge-runs"].column("run")]
-            shown = page.tables["judge-runs"].column("largest error of a right case, % of bound")[places.index(name)]
-            assert shown.order == pytest.approx(100 * max(ratios))
 
 
 def test_every_cited_finding_is_there_with_its_text(page: Page, html: str) -> None:
@@ -310,11 +272,6 @@ def test_a_run_that_left_cases_out_is_not_right_as_a_whole(is_right: bool, verdi
     assert [cell.text for cell in read.tables["judge-runs"].column("verdict")] == [verdict]
 
 
-def test_findings_are_named_and_sorted_by_their_numbers() -> None:
-    found = findings_in("a.md#12-later; a.md#2-sooner; a.md#without-number; no citation")
-    assert [each.label for each in sorted(found, key=lambda each: each.order)] == ["without-number", "2", "12"]
-
-
 def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
     evil = "</td><script>alert(1)</script><img src=x>"
     (tmp_path / "mine.json").write_text(json.dumps(judged(evil, "inf")))
@@ -358,14 +315,12 @@ def test_a_picture_that_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     assert "saves per draft: the file has no &#39;pr_26241&#39;" in written
 
 
-def test_every_experiment_that_can_be_is_drawn(files: tuple[RecordedFile, ...]) -> None:
-    for record in experiments(files):
-        shown = experiment_part(record)
-        assert shown["undrawn"] == []
-        assert len(shown["pictures"]) == len(drawings_of(record.experiment))
-    drawn = {name for name in STUDIES if drawings_of(name)}
-    assert drawn == {"draft_steps", "draft_extend_kernels", "draft_extend_graph", "length_copy", "real_client"}
-    assert drawn <= {record.experiment for record in experiments(files)}
+def test_every_experiment_that_can_be_is_drawn(html: str, files: tuple[RecordedFile, ...]) -> None:
+    assert "Not drawn: " not in html
+    drawn = {file.experiment: len(drawings_of(file.experiment)) for file in experiments(files)}
+    pictures = [each for each in re.findall(r'<img [^>]*alt="([^"]*)"', html) if "graph l2" not in each]
+    assert len(pictures) == sum(drawn.values())
+    assert {name for name in STUDIES if drawings_of(name)} == {name for name, number in drawn.items() if number}
 
 
 def test_a_module_of_another_name_is_no_picture_of_an_experiment() -> None:
