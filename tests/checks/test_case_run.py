@@ -15,7 +15,7 @@ import torch
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, Level, Outcome
-from lab.checks.case_run import CallForm, CaseRun, Result, as_result
+from lab.checks.case_run import CallForm, CaseRun, Result
 from lab.checks.properties import k09_replay, k10_metamorphic, k11_sensitivity
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
@@ -35,11 +35,6 @@ def run() -> CaseRun:
 @pytest.fixture
 def truth(run: CaseRun) -> Truth:
     return run.build().truth()
-
-
-def test_the_truth_itself_is_right(run: CaseRun, truth: Truth) -> None:
-    run.expect_close("this", Result(truth.expected, truth.lse_log2), truth)
-    assert (run.wrongs, run.judged, run.worst_ratio) == ([], 1, 0.0)
 
 
 def test_a_trial_keeps_no_tensor_of_a_call() -> None:
@@ -64,17 +59,6 @@ def test_an_output_that_another_stream_still_writes_is_wrong(
     run.call(inputs)
     said = [] if is_finished else ["its output was still written after the call"]
     assert [each.split(":")[0] for each in run.wrongs] == said
-
-
-def test_one_wrong_vector_is_named(run: CaseRun, truth: Truth) -> None:
-    out = truth.expected.clone()
-    out[5, 1] *= 1.1
-    run.expect_close("this", Result(out, None), truth)
-    (wrong,) = run.wrongs
-    assert wrong.startswith(
-        "this: 1 of 12 vectors are wrong, of requests [2]: row 5 (request 2) head 1: error 0.1, bound"
-    )
-    assert run.worst_ratio > 5
 
 
 def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, truth: Truth) -> None:
@@ -153,28 +137,10 @@ def test_bits_that_differ_are_wrong_however_small(run: CaseRun) -> None:
     right[3, 1, 5] = -0.0
     run.expect_equal_bits("this", Result(left, None), Result(right, None))
     assert run.wrongs == ["this: the bits of rows [3] differ"]
-
-
-def test_nan_has_the_bits_of_nan(run: CaseRun) -> None:
     nan = Result(torch.full((6, 2, 64), math.nan), None)
-    run.expect_equal_bits("this", nan, nan)
-    assert not run.wrongs
-
-
-def test_a_refused_variation_is_noted_and_changes_nothing(run: CaseRun, truth: Truth) -> None:
-    assert run.vary("out", run.build(), out=1) is None
-    run.expect_close("out", None, truth)
-    run.expect_equal_bits("out", None, Result(truth.expected, None))
-    assert (run.judged, run.wrongs, len(run.declines)) == (0, [], 1)
-    assert run.declines[0].startswith("out: it does not take these arguments")
-
-
-def test_mla_returns_rows_of_requests_or_rows() -> None:
-    out, lse = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4)
-    for returned in ((out, lse), (out.flatten(0, 1), lse.flatten(0, 1))):
-        result = as_result(returned, AttentionCall.MLA_DECODE)
-        assert result.lse is not None
-        assert (result.out.shape, result.lse.shape) == ((6, 4, 8), (6, 4))
+    run.expect_equal_bits("nan", nan, nan)
+    run.expect_equal_bits("that", nan, nan.leading(5))
+    assert run.wrongs[1:] == ["that: the output is [6, 2, 64], not [5, 2, 64]"]
 
 
 def test_the_truth_is_the_case_s_and_not_the_table_s(run: CaseRun) -> None:
@@ -299,21 +265,6 @@ def test_an_engine_s_preparation_has_the_engine_s_workspace_and_refuses_as_a_cal
     with pytest.raises(Unsupported, match="not today"):
         call()
     assert not hasattr(run.engine(CallForm.WHOLE), "prepare_trtllm_batch_decode_with_kv_cache")
-
-
-def test_tensors_that_changed_are_named(run: CaseRun) -> None:
-    tensors = {"query": torch.zeros(3), "key": torch.ones(3)}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    run.expect_unchanged("the inputs", tensors, before)
-    assert not run.wrongs
-    tensors["key"][1] = 2.0
-    run.expect_unchanged("the inputs", tensors, before)
-    assert run.wrongs == ["it changed its key"]
-
-
-def test_outputs_of_other_shapes_have_no_equal_bits(run: CaseRun) -> None:
-    run.expect_equal_bits("this", Result(torch.zeros(6, 2, 64), None), Result(torch.zeros(5, 2, 64), None))
-    assert run.wrongs == ["this: the output is [6, 2, 64], not [5, 2, 64]"]
 
 
 def test_a_failure_is_in_words_once_however_many_calls_share_it(run: CaseRun) -> None:

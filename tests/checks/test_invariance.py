@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, invariance
-from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Level
 from lab.checks.properties.invariance import FACTORS, _judge
 from lab.checks.properties.k08_decomposition import halves, single_rows
@@ -57,17 +55,17 @@ def test_a_right_kernel_that_divides_all_calls_alike_has_the_same_bits_everywher
 @pytest.mark.parametrize(
     ("factor", "kernel", "functions"),
     [
-        ("batch-size", kernels.ByBatchSize, ()),
-        ("position", kernels.ByPosition, ("decode", "ragged_context")),
-        ("neighbours", kernels.ByNeighbours, ("mla_decode", "ragged_context")),
+        ("batch-size", kernels.ByBatchSize, ("decode", "ragged_context")),
+        ("position", kernels.ByPosition, ("ragged_context",)),
+        ("neighbours", kernels.ByNeighbours, ("mla_decode",)),
         ("neighbours", kernels.ByQueryOfTheFirst, ("decode",)),
-        ("bounds", kernels.ByBound, ("context", "ragged_context")),
+        ("bounds", kernels.ByBound, ("ragged_context",)),
         ("bounds", kernels.ByTableWidth, ("decode",)),
         ("page-order", kernels.ByPageOrder, ("decode",)),
         ("page-size", kernels.ByPageSize, ("decode",)),
-        ("rows-per-call", kernels.ByRows, ()),
-        ("workspace", kernels.ByWorkspace, ("decode", "ragged_context")),
-        ("tactic", kernels.ByBackend, ("decode", "mla_decode")),
+        ("rows-per-call", kernels.ByRows, ("context", "ragged_context")),
+        ("workspace", kernels.ByWorkspace, ("ragged_context",)),
+        ("tactic", kernels.ByBackend, ("mla_decode",)),
     ],
 )
 def test_a_kernel_that_depends_on_one_factor_is_named_with_it_and_no_other(
@@ -144,20 +142,6 @@ def test_a_function_that_takes_no_call_meets_no_requirement_and_breaks_none() ->
     assert found.exit_status is ExitStatus.NOT_JUDGED
 
 
-def test_factors_are_known_by_their_keys_alone() -> None:
-    with pytest.raises(ValueError, match="there is no factor 'batch'; there are batch-size, position"):
-        found_for(kernels.Parts(), factors=["batch"])
-    with pytest.raises(ValueError, match="there is no factor 'K7'"):
-        found_for(kernels.Parts(), require=["K7"])
-
-
-def test_a_crash_costs_its_case() -> None:
-    name = "tests.checks.dependent_kernels:ending"
-    found = found_for(name, "decode", factors=["batch-size", "position"], isolated=True)
-    assert answers(found) == {"batch-size": {Answer.WRONG}, "position": {Answer.SAME}}
-    assert "it crashed its process (exit status 7)" in str(found.report.verdicts[0])
-
-
 def test_the_record_has_each_answer_with_its_smallest_case() -> None:
     record = found_for(kernels.ByBatchSize(), "decode", factors=["batch-size"]).as_record()
     (answer,) = record["invariance"]
@@ -169,15 +153,6 @@ def test_the_record_has_each_answer_with_its_smallest_case() -> None:
     (first, *_) = record["cases"]
     assert "kv_lens=(121," in first["case"]
     assert ["request 0 alone", 1.0] in first["differences"]
-
-
-def test_all_answers_of_one_dtype_are_counted_apart_from_those_of_others() -> None:
-    ranges = replace(RANGES, dtypes=((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)))
-    found = invariance(references, ranges=ranges, device="cpu", functions=["decode"], factors=["position"])
-    assert [(each.dtypes, each.answers[Answer.SAME]) for each in found.dependences] == [
-        ("bf16/bf16", 3),
-        ("fp16/fp16", 3),
-    ]
 
 
 def verdict(outcome: Outcome, **judged: Any) -> Any:
@@ -257,10 +232,6 @@ def test_the_distance_in_units_of_the_last_place() -> None:
     assert largest_ulps(zero, -zero) == 0.0
     tiny = torch.full_like(zero, 2**-133)
     assert largest_ulps(zero, tiny) == 1.0
-
-
-def test_factors_are_checks_outside_the_catalogue() -> None:
-    assert {factor.key for factor in FACTORS} <= set(checks_by_key())
 
 
 @pytest.mark.parametrize("where", [pytest.param("cuda", marks=ON_GPU)])

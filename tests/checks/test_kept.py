@@ -1,7 +1,7 @@
 """Calls one after another that differ in one argument, and calls at the same time, of kernels that keep something."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +38,11 @@ FOUND = {
 }
 
 
-def one_by_one(interface: Interface, implementation: Any) -> list[Judged]:
+def one_by_one(interface: Interface, implementation: Any) -> Iterator[Judged]:
     """Judge the smoke level's cases of calls that differ in one argument, by one implementation."""
     cases = [case for case in CHECK.cases(interface, Ranges(), Level.SMOKE) if isinstance(case, Configuration)]
     assert len(cases) == PARTS
-    return [run_case(implementation, CHECK, case, CPU, Ranges()) for case in cases]
+    return (run_case(implementation, CHECK, case, CPU, Ranges()) for case in cases)
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lab import references
+from corpus.kernels import kernel
 from lab.checks import Outcome, ReplaySequence, judge_case
 from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
@@ -64,10 +63,11 @@ def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> N
 
 @IN_INTERPRETER
 def test_the_portable_kernel_passes() -> None:
-    """Padded rows, of unequal numbers: the other modes' calls are simpler. Of selected entries one sequence."""
+    """Padded rows, of unequal numbers, and selected entries: the other modes' calls are simpler."""
     poisoned = (MODES["target_verify"], ReplaySequence.POISONED)
     selected = [MLAGraphCase(*poisoned, num_pages=4, **SPARSE), MLAGraphCase(*poisoned, **two_pools(128))]
-    assert wrong([*cases("draft_extend", num_pages=4), *selected], portable) == {}
+    unequal = MLAGraphCase(MODES["draft_extend"], ReplaySequence.POISONED, num_pages=4)
+    assert wrong([unequal, *selected], portable) == {}
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
@@ -195,13 +195,9 @@ def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
 
 @IN_INTERPRETER
 def test_a_wrong_implementation_is_found() -> None:
-    class LastKeyLost:
-        @staticmethod
-        def trtllm_batch_decode_with_kv_cache_mla(seq_lens: Tensor, **arguments: Any) -> Any:
-            return references.trtllm_batch_decode_with_kv_cache_mla(seq_lens=(seq_lens - 1).clamp(min=0), **arguments)
-
+    wrong_kernel = kernel("mla_last_key_lost").implementation()
     for sequence in ReplaySequence:
-        assert "output vectors are wrong" in reason(MLAGraphCase(MODES["decode"], sequence), LastKeyLost)
+        assert "output vectors are wrong" in reason(MLAGraphCase(MODES["decode"], sequence), wrong_kernel)
 
 
 @IN_INTERPRETER

@@ -6,44 +6,17 @@ import pytest
 import torch
 
 from corpus.kernels import kernel
-from corpus.right import KERNELS as RIGHT
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.models import Configuration
-from lab.checks.parameters.values import Cache
 from lab.checks.properties import checks_by_key
 from lab.checks.run.judging import run_case
-from lab.checks.run.verdicts import Outcome
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.contents import unwritten
 from lab.workloads.inputs.views import GAP, apart
-from lab.workloads.interfaces import interface_of
 
 CPU = torch.device("cpu")
 WINDOW = AttentionCase(AttentionCall.DECODE, (60, 9), (2, 2), window_left=20)  # page 2 has 6 tokens before the window
-FOUND = {
-    "origin_of_whole_pages": ("K4", {}),
-    "v_inner_strides_from_k": ("K18", {"cache": Cache.V_INSIDE}),
-    "lse_kept_if_larger": ("K18", {"lse": "given"}),
-    "mla_lse_kept_if_larger": ("K18", {"lse": "given"}),
-    "gap_times_zero": ("K18", {"cache": Cache.TOKENS_APART}),
-    "mla_gap_times_zero": ("K18", {"cache": Cache.TOKENS_APART}),
-    "ragged_output_added_to": ("K18", {"out": "given"}),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_a_kernel_that_reads_what_must_not_matter_is_found(name: str) -> None:
-    wrong, (key, values) = kernel(name), FOUND[name]
-    check = checks_by_key()[key]
-    for function in wrong.interface:
-        interface = AttentionCall(interface_of(function))
-        case: Any = Configuration(interface, values)
-        if key == "K4":
-            case = AttentionCase(interface, WINDOW.kv_lens, WINDOW.q_lens, window_left=WINDOW.window_left)
-        assert run_case(wrong.implementation(), check, case, CPU, Ranges()).outcome is Outcome.WRONG
-        judged = run_case(RIGHT["two_passes"], check, case, CPU, Ranges())
-        assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 
 @pytest.mark.parametrize("lse", ["given", "given alone", "strided", "rows apart", None])

@@ -77,23 +77,18 @@ def judged_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def judged(kernel: Path, **how: Any) -> Report:
-    usual = {
-        "only": ["K1", "K5"],
-        "ranges": SMALL,
-        "device": "cpu",
-        "drawn": 2,
-        "out": kernel.parent / "new" / "r.json",
-    }
+    """Judge by K5, without random cases."""
+    usual = {"only": ["K5"], "ranges": SMALL, "device": "cpu", "drawn": 0, "out": kernel.parent / "new" / "r.json"}
     return judge(str(kernel), **usual | how)
 
 
 def test_a_second_run_judges_again_what_was_wrong_alone(kernel: Path, judged_cases: list[Any]) -> None:
-    first = judged(kernel)
+    first = judged(kernel, drawn=2)
     all_cases = len(judged_cases)
     wrong = {verdict.number: verdict.case for verdict in first.wrong}
     assert 0 < len(wrong) < len(first.verdicts)
     judged_cases.clear()
-    second = judged(kernel)
+    second = judged(kernel, drawn=2)
     assert {verdict.number: verdict.case for verdict in second.wrong} == wrong
     assert [each.case for each in second.verdicts] == [each.case for each in first.verdicts]
     assert sorted(each.number for each in second.verdicts) == list(range(1, len(first.verdicts) + 1))
@@ -106,11 +101,11 @@ def test_a_second_run_judges_again_what_was_wrong_alone(kernel: Path, judged_cas
 
 @pytest.mark.parametrize("change", [{"source": 99}, {"fresh": True}, {"discover": False}])
 def test_what_has_changed_is_judged_anew(kernel: Path, judged_cases: list[Any], change: dict[str, Any]) -> None:
-    judged(kernel, drawn=0, only=["K5"])
+    judged(kernel)
     all_cases = len(judged_cases)
     judged_cases.clear()
     kernel.write_text(KERNEL.format(longest=change.pop("source", 30)))
-    judged(kernel, drawn=0, only=["K5"], **change)
+    judged(kernel, **change)
     assert len(judged_cases) == all_cases
 
 
@@ -125,7 +120,7 @@ def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
 
     def judged_anew() -> bool:
         judged_cases.clear()
-        report = judged(kernel, drawn=0, only=["K5"])
+        report = judged(kernel)
         return len(judged_cases) == len(report.verdicts)
 
     assert judged_anew()
@@ -152,13 +147,13 @@ def test_packages_on_another_path_are_not_the_kernels_sources(
     package.write_text("number = 1\n")
     monkeypatch.syspath_prepend(folder)
     kernel.write_text(f"import some_package\n{kernel.read_text()}")
-    judged(kernel, drawn=0, only=["K5"])
+    judged(kernel)
     before = len(judged_cases)
     package.write_text("number = 2\n")
-    judged(kernel, drawn=0, only=["K5"])
+    judged(kernel)
     again = len(judged_cases) - before
     (folder / "some_package-1.0.dist-info").rmdir()
-    judged(kernel, drawn=0, only=["K5"])
+    judged(kernel)
     assert len(judged_cases) - before - again > again
     del sys.modules["some_package"]
 
@@ -171,13 +166,13 @@ def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, jud
         if progress.done == 4:
             raise KeyboardInterrupt
 
-    report = judged(kernel, progress=interrupt, drawn=0)
+    report = judged(kernel, progress=interrupt)
     record = json.loads((kernel.parent / "new" / "r.json").read_text())
     assert (report.interrupted, report.exit_status, len(report.verdicts)) == (True, 130, 3)
     assert (record["interrupted"], len(record["cases"])) == (True, 3)
     assert report.left_out == told[-1].total - 4
     before = len(judged_cases)
-    whole = judged(kernel, drawn=0)
+    whole = judged(kernel)
     assert not whole.interrupted
     numbers = {(each.check, repr(each.case)): each.number for each in whole.verdicts}
     assert all(numbers[each.check, repr(each.case)] == each.number for each in report.verdicts)
@@ -186,7 +181,7 @@ def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, jud
 
 
 def test_the_first_failure_ends_the_run(kernel: Path) -> None:
-    report = judged(kernel, first_failure=True, drawn=0)
+    report = judged(kernel, first_failure=True)
     assert len(list(report.wrong)) == 1 or report.verdicts[-1].outcome is Outcome.WRONG
     assert report.left_out > 0
     assert report.ended == "the first wrong case ended the run"
@@ -194,7 +189,7 @@ def test_the_first_failure_ends_the_run(kernel: Path) -> None:
 
 
 def test_a_recorded_case_is_judged_again_by_its_number(kernel: Path) -> None:
-    report = judged(kernel, drawn=0)
+    report = judged(kernel)
     wrong = next(report.wrong)
     path = Path(wrong.recorded_in)
     assert reproduction(wrong) == f"lab judge --case {path}#{wrong.number}"
@@ -216,7 +211,7 @@ def test_a_recorded_case_is_judged_again_by_its_number(kernel: Path) -> None:
 
 def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
     kernel.write_text("def trtllm_batch_decode_with_kv_cache(**arguments):\n    raise LookupError('not today')\n")
-    report = judged(kernel, drawn=0, refusals=(LookupError,))
+    report = judged(kernel, refusals=(LookupError,))
     path = Path(report.verdicts[0].recorded_in)
     assert report.exit_status == judge_recorded(path, 1, isolated=False).exit_status == 125
 
@@ -224,7 +219,7 @@ def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
 def test_a_module_that_a_report_names_is_imported_only_from_the_kernels_package(
     kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = judged(kernel, drawn=0)
+    report = judged(kernel)
     path = Path(report.verdicts[0].recorded_in)
     monkeypatch.syspath_prepend(kernel.parent)
     (kernel.parent / "evil_module.py").write_text("class Refused(Exception):\n    pass\n")
@@ -255,7 +250,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The contents of a report."""
     path = tmp_path_factory.mktemp("kernel") / "kernel.py"
     path.write_text(KERNEL.format(longest=30))
-    report = judged(path, drawn=0, only=["K5"])
+    report = judged(path)
     found: dict[str, Any] = json.loads(Path(report.verdicts[0].recorded_in).read_text())
     return found
 

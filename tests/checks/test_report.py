@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
     assert repr(CASE) in reproduction(replace(recorded, recorded_in=""))
     (case,) = report_of(recorded).as_record()["cases"]
     assert case["number"] == 17
+
+
+def test_a_reproduction_is_legible_and_a_case_that_a_shell_would_misread_is_quoted() -> None:
+    line = reproduction(verdict_of(Outcome.WRONG))
+    assert line.endswith(f"print(judge_case('somebody.kernel', 'K1', {CASE!r}, 'cpu'))\"")
+    strange = reproduction(verdict_of(Outcome.WRONG, implementation="a.b:$HOME"))
+    assert shlex.split(strange)[-1].count("a.b:$HOME") == 1
+    assert "'\"'\"'" in strange
 
 
 RIGHT, WRONG, FAILED, KNOWN, DECLINED = map(

@@ -14,7 +14,6 @@ from lab.calls import workspace
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
-from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.run.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -164,23 +163,3 @@ def test_the_backend_that_a_call_names_says_where_its_kernel_counts(monkeypatch:
         monkeypatch.setattr(workspace, "capability_of", lambda device, capability=capability: capability)
         found = [counts_in_workspace(backend, CPU) for backend in ("auto", "xqa", "trtllm-gen")]
         assert found == [gpu not in WITH_TRTLLM_GEN, True, False]
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-def test_scratch_that_is_not_zero_is_a_feature_of_the_kernel_that_runs(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workspace, "capability_of", lambda device: GPUS[gpu])
-    for first, is_scratch in ((0, gpu in WITH_TRTLLM_GEN), (SEMAPHORE_BYTES, True)):
-        buffer = torch.zeros(SEMAPHORE_BYTES + 4096, dtype=torch.uint8)
-        buffer[first] = 1
-        arguments = {
-            "query": torch.zeros(1, 2, 64),
-            "kv_cache": torch.zeros(2, 2, 1, 16, 64),
-            "workspace_buffer": buffer,
-            "block_tables": torch.zeros(1, 1, dtype=torch.int32),
-            "seq_lens": torch.ones(1, dtype=torch.int32),
-            "max_seq_len": 1,
-        }
-        features = features_of_call(AttentionCall.DECODE, arguments, CallLog()).features
-        assert ("used_scratch" in features) is is_scratch

@@ -10,7 +10,6 @@ import pytest
 from lab.checks.explain import failure_rules
 from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled, supported
 from lab.checks.explain.feature import Cost
-from lab.checks.explain.features import UnknownFeatureError
 
 
 def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], Any]:
@@ -171,11 +170,6 @@ def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
     found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))
     assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
-
-
-def test_an_unknown_feature_is_an_error() -> None:
-    with pytest.raises(UnknownFeatureError, match="'unheard_of'"):
-        find_rules([{"unheard_of": True}, {}], np.array([True, False]), range(2))
 
 
 @pytest.mark.parametrize(

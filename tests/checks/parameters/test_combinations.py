@@ -1,5 +1,5 @@
-from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,27 +8,31 @@ import torch
 import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import Configuration, Level, Outcome, Ranges, judge
+from lab.checks import Configuration, Level, Outcome, Ranges
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.circumstances import KEPT, WINDOW
-from lab.checks.parameters.coverage import Reach
+from lab.checks.parameters.coverage import tuples_by_outcome
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import FAMILIES, MODELS
-from lab.checks.parameters.paged_axes import MHA
-from lab.checks.parameters.values import Bound, LongestRequest, Lse, Without
+from lab.checks.parameters.paged_axes import MHA, VACUOUS
+from lab.checks.parameters.paged_calls import attention_case
+from lab.checks.parameters.ragged import ragged_case
+from lab.checks.parameters.values import Bound, LongestRequest, Lse, Pages, Without
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.run.judging import run_case
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
-from tests.checks.small import SMALL, decoding
+from tests.checks.small import SMALL
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_references_are_right_at_every_value_alone(interface: Interface) -> None:
-    ranges = Ranges(long_requests=(4_100,))  # for the test's time
+    both: dict[str, Any] = {"windows": (False, True), "sinks": (False, True), "nvfp4": (False, True)}
+    several: dict[str, Any] = {"dtypes": Ranges().dtypes, "kv_layouts": ("HND", "NHD"), "groups": (1, 3)}
+    ranges = replace(SMALL, num_kv_heads=(1, 2), **both, **several)
     right = lab.metadata if interface in METADATA else references
     for case in CHECK.cases(interface, ranges, Level.SMOKE):
         judged = run_case(right, CHECK, case, CPU, ranges)
@@ -93,33 +97,33 @@ def test_the_smoke_level_has_every_form_in_every_circumstance(
 
 
 def test_a_form_of_a_long_request_is_judged_though_others_are_declined() -> None:
-    def narrow(**arguments: Any) -> Any:
-        if max(arguments["seq_lens"].tolist()) > 256:
-            if sum(name in arguments for name in ("sinks", "cum_seq_lens_q", "out", "mask", "window_left")) > 1:
-                raise NotImplementedError("one of these at a time")
-            if arguments.get("return_lse"):
-                raise NotImplementedError("no LSE of long requests")
-        if "skip_softmax_threshold_scale_factor" in arguments:
-            raise NotImplementedError("no skip-softmax")
-        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+    def is_declined(case: Configuration) -> bool:
+        forms = {"sinks", "offsets", "out", "mask", "window_left"} & case.non_default.keys()
+        return case["lengths"] == min(SMALL.long_requests) and (len(forms) > 1 or case["lse"] in ("returned", "given"))
 
-    report = judge(decoding(narrow), level="smoke", ranges=SMALL, device="cpu", only="K18", discover=False, drawn=0)
-    long = [verdict.case for verdict in report.verdicts if verdict.outcome is Outcome.RIGHT]
+    verdicts = verdicts_in_rounds(declined_if(is_declined), Level.SMOKE)
+    long = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.RIGHT]
     long = [case for case in long if case["lengths"] == min(SMALL.long_requests) and case["group"] > 1]
     axes = MODELS[AttentionCall.DECODE](SMALL).axes
     for axis in ("sinks", "out", "mask", "window_left", "bmm1_scale", "bmm2_scale", "offsets", "block_tables"):
         assert {case[axis] for case in long} >= set(axes[axis]) - {Without.ALL}, axis
-    assert {case["lse"] for case in long} == {"none", "given alone"}
+    assert {case["lse"] for case in long} == set(axes["lse"]) - {"returned", "given"}
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
-def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None:
-    model = MODELS[interface](Ranges())
-    cases = CHECK.cases(interface, Ranges(), Level.FULL)
+def test_the_full_level_has_every_pair_that_can_be_and_keys_to_attend_to(interface: Interface) -> None:
+    ranges = replace(SMALL, num_kv_heads=(1, 2))
+    model = MODELS[interface](ranges)
+    cases = list(CHECK.cases(interface, ranges, Level.FULL))
     covered = {each for case in cases for each in model.tuples_of(dict(case.values))}
     missing = [goal for goal in model.tuples() if goal not in covered]
     assert all(model.completed(dict(goal)) is None for goal in missing)
     assert len(missing) < 0.02 * len(covered)
+    for case in cases if interface in (*MHA, AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT) else ():
+        if VACUOUS.isdisjoint(case.values.items()):
+            of = ragged_case(case) if interface is AttentionCall.RAGGED_CONTEXT else attention_case(case, ranges)
+            assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
+            assert case.get("pages") != Pages.TWICE or max(of.kv_lens) > case["page_size"], case
 
 
 @pytest.mark.parametrize("interface", PAGED_CALLS)
@@ -150,22 +154,6 @@ def test_an_axis_that_there_is_not_is_refused() -> None:
         Configuration(AttentionCall.DECODE, {"heads": 4})
 
 
-def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong() -> None:
-    def decode(**arguments: object) -> object:
-        if arguments.get("return_lse") and isinstance(arguments["bmm2_scale"], torch.Tensor):
-            arguments |= {"bmm2_scale": 1.0}
-        return references.trtllm_batch_decode_with_kv_cache(**arguments)  # type: ignore[arg-type]
-
-    kernel = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
-
-    def outcomes(cases: Iterable[Configuration]) -> Iterator[Outcome]:
-        return (run_case(kernel, CHECK, case, CPU, SMALL).outcome for case in cases)
-
-    model = MODELS[AttentionCall.DECODE](SMALL)
-    assert {*outcomes(Configuration(AttentionCall.DECODE, point) for point in model.alone())} == {Outcome.RIGHT}
-    assert Outcome.WRONG in outcomes(CHECK.cases(AttentionCall.DECODE, SMALL, Level.FULL))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -193,28 +181,16 @@ def test_an_empty_input_is_not_changed_wherever_it_lies(offset: int) -> None:
 
 
 def test_the_quick_level_judges_each_value_also_of_a_kernel_that_declines_some() -> None:
-    def narrow(**arguments: Any) -> Any:
-        if arguments["query"].shape[1] == 4 or arguments.get("return_lse"):
-            raise NotImplementedError("not this")
-        return references.trtllm_batch_decode_with_kv_cache(**arguments)
-
-    settings: dict[str, Any] = {"ranges": SMALL, "device": "cpu", "only": "K18", "discover": False, "most_seconds": 100}
-    quick, smoke = (judge(decoding(narrow), level=level, **settings) for level in (Level.QUICK, Level.SMOKE))
-    (of_quick,), (of_smoke,) = quick.coverages, smoke.coverages
+    is_declined = declined_if(lambda case: case["group"] * case["num_kv_heads"] == 4 or case["lse"] == "returned")
+    of_quick, of_smoke = (verdicts_in_rounds(is_declined, level) for level in (Level.QUICK, Level.SMOKE))
     judged_by_quick, judged_by_smoke = (
-        {
-            (axis, value)
-            for axis, values in found.values.items()
-            for value, reach in values.items()
-            if reach is Reach.JUDGED
-        }
-        for found in (of_quick, of_smoke)
+        tuples_by_outcome(MODELS[AttentionCall.DECODE](SMALL), verdicts)[0] for verdicts in (of_quick, of_smoke)
     )
-    assert judged_by_smoke <= judged_by_quick  # beside others, a value may be taken that is declined alone
-    assert of_quick.pairs[Reach.JUDGED] > 1.1 * of_smoke.pairs[Reach.JUDGED]
+    values = {each for each in judged_by_smoke if len(each) == 1}
+    assert values <= judged_by_quick  # together with other values, a value may be taken that is declined alone
     first = len(list(CHECK.cases(AttentionCall.DECODE, SMALL, Level.QUICK)))
-    assert first < len(smoke.verdicts) / 3
-    assert len({repr(verdict.case) for verdict in quick.verdicts}) == len(quick.verdicts)
+    assert first < len(of_smoke) / 3
+    assert len({repr(verdict.case) for verdict in of_quick}) == len(of_quick)
 
 
 @pytest.mark.parametrize(("takes", "fewest"), [("", 5), ("e4m3/", 30)])

@@ -57,15 +57,5 @@ def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
     assert judged(discover=False).narrowed == ()
 
 
-def refuse(**arguments: Any) -> None:
-    raise NotImplementedError("no")
-
-
-def test_what_declines_everything_could_not_be_judged() -> None:
-    report = judge(decoding(refuse), only=["K1"], ranges=Ranges(groups=(1,)), device="cpu", drawn=0)
-    assert report.exit_status == 125
-    assert report.narrowed == ()
-
-
 def test_a_function_that_takes_most_is_not_probed() -> None:
     assert judge(references, only=["K5"], functions=[AttentionCall.CONTEXT.value], device="cpu", drawn=0).narrowed == ()

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from corpus.kernels import MUTANTS
-from corpus.models.dsv4 import DSV4Decode
 from lab import references
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.calls import built_call, judge_call
+from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import mla_modes
 from lab.checks.properties.mla_modes import two_pool_cases
@@ -18,51 +17,11 @@ from lab.ranges import Ranges
 from lab.workloads.mla_case import MLACase
 
 DSV4, CPU, WINDOW = AttentionCall.DSV4_DECODE, torch.device("cpu"), 128
-FAR = ("query", "sparse_indices", "swa_kv_cache", "compressed_kv_cache")
 SMALL: dict[str, Any] = {"head_dim": 64}
-
-
-def run_of(implementation: Any, **values: Any) -> CaseRun:
-    run = CaseRun(implementation, Configuration(DSV4, SMALL | values, 1), CPU, Ranges())
-    judge_call(run)
-    return run
 
 
 def call_of(**values: Any) -> Any:
     return built_call(Configuration(DSV4, SMALL | values, 1), Ranges(), CPU)
-
-
-@pytest.mark.parametrize("name", [name for name, each in MUTANTS.items() if each.interface == (DSV4.value,)])
-def test_a_wrong_kernel_is_found_in_a_case_of_the_smoke_level(name: str) -> None:
-    alone: list[dict[str, Any]] = [{}, {"q_len": 2}, {"q_len": 3}, {"sinks": "per head"}, {"kv_layout": "NHD"}]
-    alone += [{"bmm1_scale": "tensor []"}, {"bmm2_scale": "0.9 as a number"}, {"out": "given"}]
-    alone += [{"cache": "pages apart"}, {"cache": "at 16 bytes"}, {"sparse_indices": "rows apart"}]
-    alone.append({"cache": "one tensor", "page_size": 32, "compressed_page_size": 32})
-    alone += [{"q_len": 3, "offsets": "unequal"}, {"requests": 133, "heads": 1}, {"requests": 1037, "heads": 64}]
-    alone += [{"far": each} for each in FAR] + [{"columns": 132, "lengths": "equal"}, {"heads": 20}]
-    alone += [{"out": "given", "sinks": "per head"}, {"kv_layout": "NHD", "bmm2_scale": "0.9 as a tensor []"}]
-    implementation = MUTANTS[name].implementation()
-    assert any(run_of(implementation, **values).wrongs for values in alone)
-
-
-VALUES: list[dict[str, Any]] = [
-    *[{"far": each, "q_len": 2} for each in FAR],
-    *[
-        {"window_entries": each, "compressed_entries": each}
-        for each in ("mixed", "ordered", "edges", "one", "none", "late")
-    ],
-    *[{"q_len": 3, "sparse_indices": each} for each in ("plain", "rows apart", "tail of -1", "tail far outside")],
-    *[{"columns": each, "q_len": 2} for each in (128, 132, 640)],
-    *[{"cache": each, "kv_layout": "NHD", "dtypes": "e4m3/e4m3"} for each in ("plain", "pages apart", "at 16 bytes")],
-    *[{"offsets": each, "q_len": 3, "sinks": "per head"} for each in ("equal", "unequal", "none first", "none at all")],
-]
-
-
-@pytest.mark.parametrize("values", VALUES, ids=repr)
-def test_a_right_kernel_is_right(values: dict[str, Any]) -> None:
-    run = run_of(DSV4Decode(), **values)
-    assert not run.wrongs + run.failures + run.declines
-    assert run.judged
 
 
 def test_columns_that_a_row_does_not_use_hold_entries_that_would_show() -> None:

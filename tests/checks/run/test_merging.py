@@ -165,8 +165,6 @@ def test_each_goal_is_of_one_shard() -> None:
 @pytest.mark.parametrize("text", ["3", "0/8", "9/8", "3/8/1", "-1/2", "a/b", "1/0"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no shard"):
-        Shard.of(text)
-    with pytest.raises(ValueError, match="no shard"):
         judge(references, shard=text, **SETTINGS)
 
 
@@ -188,6 +186,20 @@ def test_a_wrong_case_of_one_shard_makes_all_wrong_and_is_judged_again_by_its_nu
     assert first.recorded_in == str(out)
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The reports of a run in two shards."""
+    return [path.read_text() for path in in_shards(tmp_path_factory.mktemp("shards"), references, 2, only="K15")]
+
+
+@pytest.fixture
+def paths(shards: list[str], tmp_path: Path) -> list[Path]:
+    found = [tmp_path / f"{number}.json" for number in range(1, len(shards) + 1)]
+    for path, text in zip(found, shards, strict=True):
+        path.write_text(text)
+    return found
+
+
 def changed(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
@@ -205,17 +217,16 @@ def changed(path: Path, **entries: Any) -> None:
         ({"shard": "2/3"}, "is shard 1/2, and .* is shard 2/3"),
     ],
 )
-def test_reports_of_other_runs_are_refused(entries: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    paths = in_shards(tmp_path, references, 2, only="K15")
+def test_reports_of_other_runs_are_refused(entries: dict[str, Any], sentence: str, paths: list[Path]) -> None:
     changed(paths[1], **entries)
     with pytest.raises(ReportError, match=sentence):
         merged(paths)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    paths = in_shards(tmp_path, references, 3, only="K15")
+def test_a_missing_shard_is_named(paths: list[Path]) -> None:
+    changed(paths[0], shard="2/3")
     with pytest.raises(ReportError, match="of 3 shards, 1 and 3 are missing"):
-        merged(paths[1:2])
+        merged(paths[:1])
 
 
 def test_cases_that_a_shard_left_out_are_left_out_of_the_whole(tmp_path: Path) -> None:
@@ -227,8 +238,7 @@ def test_cases_that_a_shard_left_out_are_left_out_of_the_whole(tmp_path: Path) -
     assert "left out, the time was over" in str(united)
 
 
-def test_of_equal_verdicts_on_a_case_the_one_with_the_largest_error_counts(tmp_path: Path) -> None:
-    paths = in_shards(tmp_path, references, 2, only="K15")
+def test_of_equal_verdicts_on_a_case_the_one_with_the_largest_error_counts(paths: list[Path]) -> None:
     first = next(case for path in paths for case in json.loads(path.read_text())["cases"])
     for path, ratio in zip(paths, (0.75, 0.5), strict=True):
         changed(path, cases=[first | {"worst_ratio": ratio}], checks=[{"worst_ratio": 0.01}])
@@ -238,8 +248,7 @@ def test_of_equal_verdicts_on_a_case_the_one_with_the_largest_error_counts(tmp_p
 
 
 @pytest.mark.parametrize("ratio", [1.01, "inf", "nan"])
-def test_a_right_case_with_an_error_above_its_bound_is_dishonest(ratio: float | str, tmp_path: Path) -> None:
-    paths = in_shards(tmp_path, references, 2, only="K15")
+def test_a_right_case_with_an_error_above_its_bound_is_dishonest(ratio: float | str, paths: list[Path]) -> None:
     cases = json.loads(paths[0].read_text())["cases"]
     changed(paths[0], cases=[cases[0] | {"outcome": "right", "worst_ratio": ratio}, *cases[1:]])
     united = merged(paths)
@@ -247,13 +256,10 @@ def test_a_right_case_with_an_error_above_its_bound_is_dishonest(ratio: float | 
     assert [each.outcome for each in united.wrong] == [Outcome.DISHONEST]
 
 
-def test_the_worst_of_several_verdicts_on_a_case_counts(tmp_path: Path) -> None:
-    paths = in_shards(tmp_path, references, 2, only="K15")
-    record = json.loads(paths[0].read_text())
-    first = record["cases"] or json.loads(paths[1].read_text())["cases"]
-    wrong = [first[0] | {"outcome": "wrong", "wrongs": ["it is wrong"]}]
-    changed(paths[0], cases=first[:1])
-    changed(paths[1], cases=wrong)
+def test_the_worst_of_several_verdicts_on_a_case_counts(paths: list[Path]) -> None:
+    first = next(case for path in paths for case in json.loads(path.read_text())["cases"])
+    changed(paths[0], cases=[first])
+    changed(paths[1], cases=[first | {"outcome": "wrong", "wrongs": ["it is wrong"]}])
     for order in (paths, paths[::-1]):
         (verdict,) = merged(order).verdicts
         assert verdict.outcome is Outcome.WRONG
