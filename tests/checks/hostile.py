@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 
 LAST_WORD = "the last word of a kernel"
@@ -62,42 +60,14 @@ def exit_politely() -> None:
     sys.exit(3)
 
 
-DEEDS = {
-    2: hang,
-    3: leave,
-    4: segfault,
-    5: raise_runtime_error,
-    6: raise_type_error,
-    8: raise_odd,
-    16: exit_politely,
-}
+DEEDS = {2: hang, 3: leave, 4: segfault, 5: raise_runtime_error, 6: raise_type_error, 8: raise_odd, 16: exit_politely}
 
 
-def trtllm_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: tuple[torch.Tensor, torch.Tensor],
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
-    q_len_per_req: int = 1,
-) -> torch.Tensor:
-    group = query.shape[1] // kv_cache[0].shape[1]
+def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+    group = arguments["query"].shape[1] // arguments["kv_cache"][0].shape[1]
     if group in DEEDS:
         DEEDS[group]()
-    return right(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        bmm1_scale,
-        bmm2_scale,
-        q_len_per_req=q_len_per_req,
-    )
+    return right(**arguments)
 
 
 def _right_and_dead_a_second_later(**arguments: Any) -> Any:

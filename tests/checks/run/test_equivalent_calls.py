@@ -1,5 +1,6 @@
 """What a kernel refuses in one spelling is judged in an equal one; as FlashInfer's XQA, which wants a mask."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -54,25 +55,13 @@ def test_a_block_sparse_call_that_is_refused_gets_no_mask() -> None:
     assert verdict.judged.declines == ("AssertionError: Mask is required for speculative decoding",)
 
 
-def test_what_is_wrong_in_the_other_spelling_is_wrong() -> None:
-    def without_the_last_rows_mask(mask: Any = None, **given: Any) -> Any:
-        return xqa(mask=None if mask is None else mask | 8, **given)
-
-    assert judge_case(decoding(without_the_last_rows_mask), "K1", CASE, "cpu").outcome is Outcome.WRONG
-
-
 def test_the_finding_of_flashinfer_s_decode_is_what_shows() -> None:
     """bmm2_scale is left out: four probes and K1's small outputs vary it, and nothing else is wrong or fails."""
     report = judge(
         XQA, ranges=replace(SMALL, q_lens=(1, 4)), device="cpu", drawn=0, only=["K1", "K8", "K10", "K11", "K13"]
     )
-    assert {row.check: row.outcome for row in report.rows} == {
-        "K1": Outcome.WRONG,
-        "K8": Outcome.RIGHT,
-        "K10": Outcome.RIGHT,
-        "K11": Outcome.WRONG,
-        "K13": Outcome.RIGHT,
-    }
+    assert {row.check for row in report.rows if row.outcome is Outcome.WRONG} == {"K1", "K11"}
+    assert {row.outcome for row in report.rows} == {Outcome.RIGHT, Outcome.WRONG}
     wrong = {sentence.split(":")[0] for verdict in report.wrong for sentence in verdict.judged.wrongs}
     of_scale = {"bmm2_scale", "bmm2_scale as a tensor", "bmm2_scale below 0"}
     assert wrong == {*of_scale, "an e4m3 output of large values", "a small e4m3 output of loud values"}
@@ -98,16 +87,8 @@ def test_an_output_that_is_required_is_handed_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
 def test_an_output_that_is_handed_out_has_the_shape_and_the_dtype_of_the_call(dtype: torch.dtype) -> None:
     """MLA and ragged calls have values of another width than queries, and return bfloat16 for queries of e4m3."""
-    mla = AttentionCase(
-        AttentionCall.MLA_DECODE,
-        (20, 33),
-        (1, 1),
-        num_kv_heads=1,
-        head_dim=80,
-        v_head_dim=64,
-        dtype=dtype,
-        kv_dtype=dtype,
-    )
+    sizes = {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64}
+    mla = AttentionCase(AttentionCall.MLA_DECODE, (20, 33), (1, 1), **sizes, dtype=dtype, kv_dtype=dtype)
     ragged = RaggedCase((0, 7), (5, 3), head_dim=48, v_head_dim=32, dtype=dtype)
     for inputs in (build_attention(mla, CPU), build_ragged(ragged, CPU)):
         arguments = inputs.arguments()
@@ -162,14 +143,6 @@ def test_a_refusal_names_no_argument_that_may_be_left_out() -> None:
     assert declined == "not on a Tuesday"
 
 
-def test_a_refusal_of_every_spelling_is_the_first_one() -> None:
-    def decode(**given: Any) -> None:
-        raise NotImplementedError("with a mask too" if "mask" in given else "no")
-
-    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
-    assert (verdict.outcome, verdict.judged.declines) == (Outcome.DECLINED, ("no",))
-
-
 def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
     def decode(query: Any, kv_cache: Any, **given: Any) -> Any:
         if "out" in given:
@@ -181,17 +154,12 @@ def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
 
 
 def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
-    for offered, other in (
-        (AttentionCall.DECODE, AttentionCall.CONTEXT),
-        (AttentionCall.CONTEXT, AttentionCall.DECODE),
-    ):
+    for offered, other in itertools.permutations((AttentionCall.DECODE, AttentionCall.CONTEXT)):
         one = SimpleNamespace(**{offered.value: getattr(references, offered.value)})
         report = judge(one, only=["M1"], ranges=SMALL, device="cpu", drawn=0)
-        outcomes = {verdict.outcome for verdict in report.verdicts}
-        declined = {verdict.reason for verdict in report.verdicts if verdict.outcome is Outcome.DECLINED}
-        assert Outcome.RIGHT in outcomes
-        assert outcomes <= {Outcome.RIGHT, Outcome.DECLINED}
-        assert declined <= {f"it has no {other.value}"}
+        found = {(verdict.outcome, verdict.reason) for verdict in report.verdicts}
+        assert found <= {(Outcome.RIGHT, ""), (Outcome.DECLINED, f"it has no {other.value}")}
+        assert (Outcome.RIGHT, "") in found
 
 
 def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
