@@ -255,16 +255,19 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [["my.kernel"], "my\0kernel.py"])
-def test_an_implementation_that_has_no_name_is_a_sentence(record: dict[str, Any], tmp_path: Path, name: Any) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"implementation": ["my.kernel"]}, "is no report of the judge: its implementation has the name"),
+        ({"implementation": "my\0kernel.py"}, "is no report of the judge: its implementation has the name"),
+        ({"cases": [{"check": "K99"}]}, "is of a check 'K99', which this lab does not have"),
+    ],
+)
+def test_a_report_that_names_nothing_of_this_lab_is_a_sentence(
+    record: dict[str, Any], tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(record | {"implementation": name}))
-    with pytest.raises(ReportError, match="is no report of the judge: its implementation has the name"):
-        read_case(path, 1)
-
-
-def test_a_case_of_a_check_that_is_gone_is_a_sentence(record: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(record).replace('"check": "K5"', '"check": "K99"'))
-    with pytest.raises(ReportError, match="is of a check 'K99', which this lab does not have"):
+    cases = [case | changed for case, changed in zip(record["cases"], changes.get("cases", [{}]), strict=False)]
+    path.write_text(json.dumps(record | changes | {"cases": cases}))
+    with pytest.raises(ReportError, match=sentence):
         read_case(path, 1)

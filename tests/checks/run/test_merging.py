@@ -73,18 +73,14 @@ def test_shards_of_the_smoke_level_divide_the_values_of_combinations(tmp_path: P
     assert [each.values for each in united.coverages] == [each.values for each in whole.coverages]
 
 
-def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases(tmp_path: Path) -> None:
+def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases() -> None:
     report = judge(references, shard="2/2", only="K13", **SETTINGS)
     assert report.exit_status is ExitStatus.DONE
     assert str(report).startswith("Right in ") or "Not judged as a whole: this is shard 2/2" in str(report)
     assert "Right for all" not in str(report)
-
-
-def test_a_shard_in_which_nothing_was_judged_is_not_right() -> None:
-    report = judge(decoding(declining), shard="2/2", only="K13", drawn=0, **SETTINGS)
-    assert report.verdicts
-    assert not report.is_right
-    assert report.exit_status is ExitStatus.NOT_JUDGED
+    nothing = judge(decoding(declining), shard="2/2", only="K13", drawn=0, **SETTINGS)
+    assert nothing.verdicts
+    assert nothing.exit_status is ExitStatus.NOT_JUDGED
 
 
 FUNCTION = MetadataFunction.DRAFT_KV_INDICES
