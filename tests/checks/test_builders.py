@@ -11,15 +11,12 @@ import torch
 import lab.metadata
 import lab.references
 from corpus.kernels import kernel
-from lab.checks.case_run import CaseRun
-from lab.checks.parameters.metadata import builder_of
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks_by_key, draft_lists
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import Outcome
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase
@@ -44,28 +41,6 @@ def test_the_verdict_names_what_a_builder_changed_and_nothing_else(name: str, ke
     judged = (run_case(wrong.implementation(), check, case, torch.device("cpu"), Ranges()) for case in cases)
     found = next(each.wrongs for each in judged if each.wrongs)
     assert {each.split(" changed ")[1] for each in found} == changed, found
-
-
-def test_a_builder_s_batch_and_pool_are_as_they_were() -> None:
-    one = torch.ones(1, dtype=torch.int64)
-    info = SpecInfo(num_accept_tokens=one.clone())
-    batch = ForwardBatch(ForwardMode.DECODE, one.clone(), one.clone(), one.clone(), 1, spec_info=info)
-    pool = KVPool(num_requests=1, max_context_len=8, page_size=1, num_pages=9)
-    before = pool.req_to_token.clone()
-
-    def build(batch: ForwardBatch, pool: KVPool, **options: Any) -> Any:
-        for tensor in (batch.seq_lens, pool.req_to_token, info.num_accept_tokens):
-            tensor.add_(1)
-        return options
-
-    function = MetadataFunction.MHA_METADATA
-    run = CaseRun(SimpleNamespace(build_mha_metadata=build), Configuration(function), torch.device("cpu"))
-    assert builder_of(run, function)(batch, pool, attention=3) == {"attention": 3}
-    names = ["ForwardBatch.seq_lens", "SpecInfo.num_accept_tokens", "KVPool.req_to_token"]
-    assert run.wrongs == [f"building the metadata changed {name}" for name in names]
-    assert torch.equal(batch.seq_lens, one)
-    assert torch.equal(info.num_accept_tokens, one)
-    assert torch.equal(pool.req_to_token, before)
 
 
 def test_lists_are_judged_by_the_lengths_that_were_given() -> None:

@@ -9,14 +9,6 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 
 @pytest.mark.parametrize("interface", PAGED_CALLS)
-@pytest.mark.parametrize(("level", "count"), [(Level.SMOKE, 2), (Level.FULL, 5)])
-def test_cases_are_of_the_function_and_as_many_as_the_level_has(interface: Interface, level: Level, count: int) -> None:
-    scope = Scope(interface, Ranges(), level)
-    assert [case.interface for case in scope.balanced(2, 5, seed=1)] == [interface] * count
-    assert scope.counted(2, 5) == len(list(scope.balanced(2, 5, seed=1))) == count
-
-
-@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_the_fewest_heads_of_the_ranges(interface: Interface) -> None:
     ranges = Ranges()
     scope = Scope(interface, ranges, Level.SMOKE)

@@ -98,18 +98,6 @@ def test_a_form_that_a_plain_case_cannot_have_is_made_of_the_next_that_can() -> 
     assert [case.rank for case in ONE_RANK.cases([few], SHORT, None)] == [(3, 4)]
 
 
-@pytest.mark.parametrize("check", SINGLE_CALLS, ids=lambda check: check.key)
-def test_the_full_level_of_mla_has_each_form_of_selected_entries(check: Check) -> None:
-    found = [
-        (case.entries, case.top_k_lens)
-        for case in check.cases(AttentionCall.MLA_DECODE, SHORT, Level.FULL)
-        if isinstance(case, AttentionCase) and case.top_k
-    ]
-    assert {*found} == {(each, lens) for each in Entries for lens in (False, True) if not (lens and each.has_gaps)}, (
-        check.key
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

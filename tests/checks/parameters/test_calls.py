@@ -143,20 +143,6 @@ def test_a_cache_has_gaps_after_what_its_name_says(kv_layout: str, tokens: int) 
             assert [each for each in range(3) if side.stride(each) != dense[each]] == [axis]
 
 
-def test_a_call_has_the_values_of_its_ranges_and_no_other_call_s() -> None:
-    of = {call: paged_model(call, Ranges()).axes for call in PAGED}
-    assert [call for call in PAGED if "bf16/nvfp4" in of[call]["dtypes"]] == [*PAGED[:2]]
-    assert "e4m3/nvfp4" not in of[DECODE]["dtypes"]  # kernels of NVFP4 take other queries
-    masked = set(Ranges().widened("masked_rows"))
-    assert masked <= set(of[DECODE]["q_len"])
-    assert set(of[MLA]["q_len"]) == set(Ranges().widened("q_lens"))
-    assert "base e" in of[MLA]["lse"]
-    assert "base e" not in of[DECODE]["lse"]
-    of_mla, of_decode = (set(of[call]["cache"]) for call in (MLA, DECODE))
-    assert of_mla - of_decode == {"4-D", "4-D with odd strides"}
-    assert of_decode - of_mla >= {"one tensor", "heads apart", "K is V", "V otherwise inside pages"}
-
-
 def test_lengths_are_what_their_names_say() -> None:
     plain = ragged_case(ragged())
     assert plain.q_lens == (5, 1, 17)

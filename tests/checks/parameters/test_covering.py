@@ -52,11 +52,6 @@ def test_goals_that_are_given_are_covered_alone() -> None:
     assert (point["size"], point["form"]) == (4, "none")
 
 
-def test_a_goal_that_no_point_has_is_left_out() -> None:
-    model = Model(AXES, (Constraint(lambda mask, form: not mask, "no mask"),))
-    assert not any(point["mask"] for point in model.covering())
-
-
 def test_other_pairs_do_not_come_with_a_value_that_computes_nothing() -> None:
     axes = {"rows": ("some", "none"), **AXES}
     points = list(Model(axes, (RULE,), vacuous=frozenset({("rows", "none")})).covering())

@@ -22,7 +22,6 @@ from lab.checks.properties import checks
 from lab.checks.properties.recorded import RECORDED_CALLS
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress
-from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.exit_status import ExitStatus
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES
@@ -152,15 +151,6 @@ def test_a_refused_variation_is_listed_and_the_rest_is_judged() -> None:
     assert declined.startswith("return_lse: it does not take these arguments")
 
 
-def test_a_function_that_declines_everything_is_not_right_beside_one_that_is() -> None:
-    both = SimpleNamespace(
-        **vars(INSIDE), **{AttentionCall.CONTEXT.value: vars(refusing(ValueError, "no")).popitem()[1]}
-    )
-    report = judged(both)
-    assert [row.outcome for row in report.rows] == [Outcome.RIGHT, Outcome.DECLINED]
-    assert not report.is_right
-
-
 @pytest.mark.parametrize("check", ["forward_modes", "metadata", "draft_lists"])
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError])
 def test_every_kind_of_function_may_refuse(check: str, error: type[Exception]) -> None:
@@ -169,18 +159,6 @@ def test_every_kind_of_function_may_refuse(check: str, error: type[Exception]) -
 
     implementation = SimpleNamespace(**{interface.value: refuse for interface in INTERFACES})
     assert {row.outcome for row in judged(implementation, check).rows} == {Outcome.DECLINED}
-
-
-def test_a_parameter_that_is_missing_in_a_whole_pass_is_declined_too() -> None:
-    def without_sinks(query: torch.Tensor, kv_cache: Any, workspace_buffer: Any) -> torch.Tensor:
-        return query
-
-    implementation = SimpleNamespace(
-        **{each.value: without_sinks for each in (AttentionCall.DECODE, AttentionCall.CONTEXT)}
-    )
-    (first, *_) = judged(implementation, "forward_modes").rows
-    assert first.outcome is Outcome.DECLINED
-    assert "unexpected keyword argument" in first.declines[0]
 
 
 def wrong_beyond_100_keys() -> SimpleNamespace:
@@ -238,15 +216,6 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
     assert [verdict.check for verdict in told][:3] == ["K1", "K5", "M1"]
     assert [verdict.check for verdict in report.verdicts] == sorted(verdict.check for verdict in told)
     assert report.left_out == 0
-
-
-def test_only_a_known_failure_lets_a_wrong_case_pass() -> None:
-    entry = KnownFailure(FailingKernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong")
-    wrong = twice_as_large_if(lambda **_: True)
-    assert not judged(wrong).is_right
-    report = judged(wrong, known_failures={"page#heading": (entry,)})
-    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.KNOWN}
-    assert report.is_right
 
 
 WINDOWS = replace(SMALL, windows=(True,))
