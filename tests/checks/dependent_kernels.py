@@ -29,41 +29,11 @@ class Parts(Attention):
         return self.finish(run, self.merge(partials), sinks)
 
 
-class ByBatchSize(Parts):
-    def keys_per_part(self, run, r):
-        return 8 * run.batch
-
-
-class ByPosition(Parts):
-    def keys_per_part(self, run, r):
-        return 24 + 8 * r
-
-
-class ByNeighbours(Parts):
-    def keys_per_part(self, run, r):
-        return 24 if run.batch == 1 or run.lens[1] < 100 else 40
-
-
-class ByQueryOfTheFirst(Parts):
-    """The requests after the first are divided into single keys if the first query is large."""
-
-    def keys_per_part(self, run, r):
-        return 1 if r and run.query[0, 0].norm() > 13 else 24
-
-
-class ByBound(Parts):
-    def keys_per_part(self, run, r):
-        return 8 + getattr(run.call, "max_seq_len", getattr(run.call, "max_kv_len", 0)) // 10
-
-
-class ByTableWidth(Parts):
-    def keys_per_part(self, run, r):
-        return 24 if run.k_table.shape[1] < 30 else 40
-
-
-class ByPageSize(Parts):
-    def keys_per_part(self, run, r):
-        return 2 * run.page_size
+def divided(keys_per_part):
+    """Return a kernel whose parts of request `r` have so many keys."""
+    kernel = Parts()
+    kernel.keys_per_part = keys_per_part
+    return kernel
 
 
 class ByPageOrder(Parts):
@@ -85,11 +55,6 @@ class ByPageOrder(Parts):
             acc = (acc + part * factor.unsqueeze(2)).bfloat16().double()
             total = total + weights * factor
         return acc, largest, total
-
-
-class ByRows(Parts):
-    def keys_per_part(self, run, r):
-        return 24 + 8 * (run.offsets[r + 1] - run.offsets[r])
 
 
 class ByWorkspace(Parts):
@@ -122,11 +87,6 @@ class ByTheCallBefore(Parts):
         return 24 + 8 * (self.before > self.now)
 
 
-class ByBackend(Parts):
-    def keys_per_part(self, run, r):
-        return 24 + 8 * (getattr(run.call, "backend", "auto") == "xqa")
-
-
 class WrongInLargeBatches(Parts):
     def finish(self, run, partial, sinks):
         out, lse = super().finish(run, partial, sinks)
@@ -151,6 +111,6 @@ class OfThreeRequests(Parts):
             raise NotImplementedError("three requests alone")
 
 
-invariant, by_batch_size, of_three_requests = Parts(), ByBatchSize(), OfThreeRequests()
-wrong_in_large_batches = WrongInLargeBatches()
+invariant, by_batch_size = Parts(), divided(lambda run, _: 8 * run.batch)
+of_three_requests, wrong_in_large_batches = OfThreeRequests(), WrongInLargeBatches()
 invariant_module = SimpleNamespace(__name__=f"{__name__}:invariant")

@@ -1,5 +1,6 @@
 """Kernels that take a CUDA context with them, or never return, for some calls; for all others, the portable ones."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,44 +53,26 @@ def _wrong_axis(out):
     tl.store(out, tl.sum(tl.load(out + tl.arange(0, 2)), axis=3))
 
 
-def launch_an_alias(**arguments: Any) -> None:
-    _alias[(1,)](torch.ones(2))
+def launching(kernel: Any) -> Callable[..., None]:
+    return lambda **_: kernel[(1,)](torch.ones(2))
 
 
-def launch_assembly(**arguments: Any) -> None:
-    _assembly[(1,)](torch.ones(2))
+launch_an_alias, launch_assembly, launch_an_assertion = map(launching, (_alias, _assembly, _assertion))
+launch_a_wrong_product, launch_a_wrong_axis = launching(_wrong_product), launching(_wrong_axis)
 
 
-def launch_an_assertion(**arguments: Any) -> None:
-    _assertion[(1,)](torch.ones(2))
+class Hostile:
+    """Launches a kernel in calls of one head_dim."""
 
-
-def launch_a_wrong_product(**arguments: Any) -> None:
-    _wrong_product[(1,)](torch.ones(2))
-
-
-def launch_a_wrong_axis(**arguments: Any) -> None:
-    _wrong_axis[(1,)](torch.ones(2))
-
-
-class Illegal:
-    """Reads an illegal address in calls of one head_dim."""
+    def __init__(self, launch: Callable[[torch.Tensor], object]) -> None:
+        self.launch = launch
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
         query = arguments["query"]
         if query.shape[2] == HOSTILE_HEAD_DIM:
-            _read_illegal_address[(1,)](torch.zeros(1, dtype=torch.int64, device=query.device), 2**40)
+            self.launch(torch.zeros(1, dtype=torch.int64, device=query.device))
         return portable.trtllm_batch_decode_with_kv_cache(**arguments)
 
 
-class Endless:
-    """Never returns from calls of one head_dim."""
-
-    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
-        query = arguments["query"]
-        if query.shape[2] == HOSTILE_HEAD_DIM:
-            _never_return[(1,)](torch.zeros(1, dtype=torch.int32, device=query.device))
-        return portable.trtllm_batch_decode_with_kv_cache(**arguments)
-
-
-illegal, endless = Illegal(), Endless()
+illegal = Hostile(lambda zero: _read_illegal_address[(1,)](zero, 2**40))
+endless = Hostile(lambda zero: _never_return[(1,)](zero.to(torch.int32)))

@@ -23,6 +23,7 @@ from lab.workloads.attention_case import AttentionCase, HeadPages, Storage
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks import dependent_kernels as kernels
+from tests.checks.dependent_kernels import divided
 from tests.checks.small import SMALL
 from tests.devices import ON_GPU
 
@@ -52,27 +53,36 @@ def test_a_right_kernel_that_divides_all_calls_alike_has_the_same_bits_everywher
     assert reason == "no GPU"
 
 
+def bound_of(call: Any) -> int:
+    return getattr(call, "max_seq_len", getattr(call, "max_kv_len", 0))
+
+
 @pytest.mark.parametrize(
     ("factor", "kernel", "functions"),
     [
-        ("batch-size", kernels.ByBatchSize, ("decode", "ragged_context")),
-        ("position", kernels.ByPosition, ("ragged_context",)),
-        ("neighbours", kernels.ByNeighbours, ("mla_decode",)),
-        ("neighbours", kernels.ByQueryOfTheFirst, ("decode",)),
-        ("bounds", kernels.ByBound, ("ragged_context",)),
-        ("bounds", kernels.ByTableWidth, ("decode",)),
-        ("page-order", kernels.ByPageOrder, ("decode",)),
-        ("page-size", kernels.ByPageSize, ("decode",)),
-        ("rows-per-call", kernels.ByRows, ("context", "ragged_context")),
-        ("workspace", kernels.ByWorkspace, ("ragged_context",)),
-        ("tactic", kernels.ByBackend, ("mla_decode",)),
+        ("batch-size", kernels.by_batch_size, ["decode", "ragged_context"]),
+        ("position", divided(lambda run, r: 24 + 8 * r), ["ragged_context"]),
+        ("neighbours", divided(lambda run, r: 24 if run.batch == 1 or run.lens[1] < 100 else 40), ["mla_decode"]),
+        # The requests after the first are divided into single keys if the first query is large.
+        ("neighbours", divided(lambda run, r: 1 if r and run.query[0, 0].norm() > 13 else 24), ["decode"]),
+        ("bounds", divided(lambda run, r: 8 + bound_of(run.call) // 10), ["ragged_context"]),
+        ("bounds", divided(lambda run, r: 24 if run.k_table.shape[1] < 30 else 40), ["decode"]),
+        ("page-order", kernels.ByPageOrder(), ["decode"]),
+        ("page-size", divided(lambda run, r: 2 * run.page_size), ["decode"]),
+        (
+            "rows-per-call",
+            divided(lambda run, r: 24 + 8 * (run.offsets[r + 1] - run.offsets[r])),
+            ["context", "ragged_context"],
+        ),
+        ("workspace", kernels.ByWorkspace(), ["ragged_context"]),
+        ("tactic", divided(lambda run, r: 24 + 8 * (getattr(run.call, "backend", "auto") == "xqa")), ["mla_decode"]),
     ],
 )
 def test_a_kernel_that_depends_on_one_factor_is_named_with_it_and_no_other(
-    factor: str, kernel: Any, functions: tuple[str, ...]
+    factor: str, kernel: Any, functions: list[str]
 ) -> None:
     ranges = SMALL if factor == "page-order" else RANGES  # pages of another size have another order
-    found = invariance(kernel(), ranges=ranges, device="cpu", functions=functions)
+    found = invariance(kernel, ranges=ranges, device="cpu", functions=functions)
     of = answers(found)
     assert of.pop(factor) == {Answer.WITHIN}
     assert of.pop("cuda-graph") == {Answer.NOT_TRIED}
@@ -100,7 +110,7 @@ def test_what_is_wrong_refused_or_fails_with_a_factor_is_told_apart() -> None:
 
 
 def test_a_required_factor_must_have_been_tried_with_the_same_bits() -> None:
-    kernel = kernels.ByBatchSize()
+    kernel = kernels.by_batch_size
     assert found_for(kernel, "decode", factors=["position"], require=["position"]).exit_status is ExitStatus.DONE
     required = found_for(kernel, "decode", factors=["position"], require=["batch-size"])
     assert set(answers(required)) == {"batch-size", "position"}
@@ -143,7 +153,7 @@ def test_a_function_that_takes_no_call_meets_no_requirement_and_breaks_none() ->
 
 
 def test_the_record_has_each_answer_with_its_smallest_case() -> None:
-    record = found_for(kernels.ByBatchSize(), "decode", factors=["batch-size"]).as_record()
+    record = found_for(kernels.by_batch_size, "decode", factors=["batch-size"]).as_record()
     (answer,) = record["invariance"]
     assert answer["function"] == "trtllm_batch_decode_with_kv_cache"
     assert (answer["dtypes"], answer["factor"], answer["answer"]) == ("bf16/bf16", "batch-size", "within the bound")

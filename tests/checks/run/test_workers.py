@@ -8,9 +8,11 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import Value, forkserver
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 import torch
@@ -27,31 +29,19 @@ from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import interfaces_of
 from tests.checks import hostile
+from tests.checks.small import SMALL
 
-HALF = ((torch.bfloat16, torch.bfloat16),)
-RANGES = Ranges(
-    dtypes=HALF,
-    head_dims=(64,),
-    page_sizes=(16,),
-    windows=(False,),
-    sinks=(False,),
-    kv_layouts=("HND",),
-    longest=40,
-    nvfp4=(False,),
-)
+RANGES = replace(SMALL, groups=Ranges().groups)
 TIME_LIMIT_S = 5.0
 RELATIVE = os.path.relpath(hostile.__file__)
 LINE_OF_HANG = hostile.hang.__code__.co_firstlineno + 2
 
 
-def judged(name: str, ranges: Ranges = RANGES, **how: object) -> Report:
-    return judge(name, only=["K1"], ranges=ranges, isolated=True, time_limit_s=TIME_LIMIT_S, drawn=0, **how)  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
 def report() -> Report:
     """K1's fixed cases have all eight groups."""
-    return judged("tests.checks.hostile", device="cpu")
+    how: dict[str, Any] = {"only": ["K1"], "ranges": RANGES, "isolated": True, "time_limit_s": TIME_LIMIT_S, "drawn": 0}
+    return judge("tests.checks.hostile", device="cpu", **how)
 
 
 def case_of(group: int) -> AttentionCase:
