@@ -136,7 +136,13 @@ OF_CONTEXT = {"interface": AttentionCall.CONTEXT}
 SENT, WRONG_SENT = (replace(each, sent_by=("sglang",)) for each in (RIGHT, WRONG))
 BY_LAB = verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=("no Triton",), by_lab=True))
 NOT_COMPARED = verdict_of(Outcome.KNOWN, judged=Judged(Outcome.KNOWN, ("the guard is written",)))
-CORNER, NOTHING = "1 documented corner", "nothing of trtllm_batch_decode_with_kv_cache"
+CORNER, CORNERS, REFUSED = "1 documented corner", "2 documented corners", "the kernel refused 1 case"
+KNOWN_IN_1 = "known failures in 1 case"
+NOT_DECODE, NOT_CONTEXT = (
+    f"Not judged as a whole: nothing of trtllm_batch_{each}_with_kv_cache" for each in ("decode", "context")
+)
+RIGHT_FOR_SGLANG = f"Right for all that SGLang 0.5.23 sends; wrong in 1 of {CORNER}."
+LEFT_OUT = {"left_out": 7, "ended": "the run was interrupted", "interrupted": True}
 
 
 @pytest.mark.parametrize(
@@ -145,63 +151,38 @@ CORNER, NOTHING = "1 documented corner", "nothing of trtllm_batch_decode_with_kv
         ([RIGHT], {}, 0, f"Right in {CORNER}."),
         ([RIGHT, DECLINED, DECLINED], {}, 0, f"Right in {CORNER}. Not judged: the kernel refused 2 cases."),
         ([RIGHT, BY_LAB], {}, 0, f"Right in {CORNER}. Not judged: the lab cannot judge 1 case here."),
-        ([RIGHT, KNOWN], {}, 0, "Right, except for known failures in 1 case, in 2 documented corners."),
-        ([KNOWN], {}, 0, f"Right, except for known failures in 1 case, in {CORNER}."),
-        ([RIGHT, WRONG], {"left_out": 1}, 1, "Wrong in 1 of 2 documented corners."),
-        ([RIGHT, FAILED], {}, 1, "Failed in 1 of 2 documented corners."),
-        ([NOT_COMPARED, WRONG], {}, 1, "Wrong in 1 of 2 documented corners."),
+        ([RIGHT, KNOWN], {}, 0, f"Right, except for {KNOWN_IN_1}, in {CORNERS}."),
+        ([KNOWN], {}, 0, f"Right, except for {KNOWN_IN_1}, in {CORNER}."),
+        ([RIGHT, WRONG], {"left_out": 1}, 1, f"Wrong in 1 of {CORNERS}."),
+        ([RIGHT, FAILED], {}, 1, f"Failed in 1 of {CORNERS}."),
+        ([NOT_COMPARED, WRONG], {}, 1, f"Wrong in 1 of {CORNERS}."),
         ([], {}, 125, "Not judged: no case began."),
-        ([DECLINED], {}, 125, "Not judged: the kernel refused 1 case."),
+        ([DECLINED], {}, 125, f"Not judged: {REFUSED}."),
         ([BY_LAB], {}, 125, "Not judged: the lab cannot judge 1 case here."),
-        ([NOT_COMPARED], {}, 125, "Not judged: no result was compared; known failures in 1 case."),
-        (
-            [NOT_COMPARED, DECLINED],
-            {},
-            125,
-            "Not judged: no result was compared; known failures in 1 case; the kernel refused 1 case.",
-        ),
-        (
-            [RIGHT, replace(NOT_COMPARED, **OF_CONTEXT)],
-            {},
-            125,
-            "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache. Right, except for known failures",
-        ),
-        (
-            [RIGHT, replace(DECLINED, **OF_CONTEXT)],
-            {},
-            125,
-            "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache; the kernel refused 1 case. Right in 1",
-        ),
+        ([NOT_COMPARED], {}, 125, f"Not judged: no result was compared; {KNOWN_IN_1}."),
+        ([NOT_COMPARED, DECLINED], {}, 125, f"Not judged: no result was compared; {KNOWN_IN_1}; {REFUSED}."),
+        ([RIGHT, replace(NOT_COMPARED, **OF_CONTEXT)], {}, 125, f"{NOT_CONTEXT}. Right, except for known failures"),
+        ([RIGHT, replace(DECLINED, **OF_CONTEXT)], {}, 125, f"{NOT_CONTEXT}; {REFUSED}. Right in 1"),
         ([RIGHT], {"left_out": 1}, 125, "Not judged as a whole: 1 case left out, the time was over. Right in 1"),
         (
             [RIGHT],
-            {"left_out": 7, "ended": "the run was interrupted", "interrupted": True},
+            LEFT_OUT,
             130,
-            "Not judged as a whole: 7 cases left out, the run was interrupted. Right in 1 documented corner.",
+            f"Not judged as a whole: 7 cases left out, the run was interrupted. Right in {CORNER}.",
         ),
-        ([WRONG], {"interrupted": True}, 130, "Wrong in 1 of 1 documented corner."),
-        ([SENT, WRONG], {}, 1, "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner."),
-        (
-            [SENT, WRONG],
-            {"profile": "sglang"},
-            0,
-            "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner.",
-        ),
+        ([WRONG], {"interrupted": True}, 130, f"Wrong in 1 of {CORNER}."),
+        ([SENT, WRONG], {}, 1, RIGHT_FOR_SGLANG),
+        ([SENT, WRONG], {"profile": "sglang"}, 0, RIGHT_FOR_SGLANG),
         ([SENT, WRONG, WRONG_SENT], {"profile": "sglang"}, 1, "Wrong in 1 of 2 cases that SGLang 0.5.23 sends and 1"),
-        (
-            [SENT, WRONG, WRONG_SENT],
-            {"profile": "vllm"},
-            125,
-            f"Not judged as a whole: {NOTHING} that vLLM 0.33.0 sends. Wrong in 2 of 3 documented corners.",
-        ),
+        ([SENT, WRONG, WRONG_SENT], {"profile": "vllm"}, 125, f"{NOT_DECODE} that vLLM 0.33.0 sends. Wrong in 2 of 3"),
         (
             [replace(DECLINED, sent_by=("sglang",)), WRONG],
             {"profile": "sglang"},
             125,
-            f"Not judged as a whole: {NOTHING} that SGLang 0.5.23 sends; the kernel refused 1 case. Wrong in 1 of 1",
+            f"{NOT_DECODE} that SGLang 0.5.23 sends; {REFUSED}. Wrong in 1 of 1",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_first_line_and_the_exit_status_agree(
     verdicts: list[CaseVerdict], changes: dict[str, Any], status: int, sentence: str
 ) -> None:

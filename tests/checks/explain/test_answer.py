@@ -1,6 +1,5 @@
 """The answer of a report: for which engines and corners it holds, and what was not judged, because of whom."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,64 +19,33 @@ OUTCOMES = {"R": Outcome.RIGHT, "W": Outcome.WRONG, "F": Outcome.FAILED, "K": Ou
 
 def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
     """One verdict for each letter, on a case that these engines send."""
+    plain = CaseVerdict("kernel", "K1", AttentionCall.DECODE, CASE, "cpu", Judged(Outcome.RIGHT), sent_by=sent_by)
+    counts = [0 if each == "D" else 3 for each in outcomes]
     return [
-        CaseVerdict(
-            "kernel",
-            "K1",
-            AttentionCall.DECODE,
-            CASE,
-            "cpu",
-            Judged(OUTCOMES[each], judged=0 if each == "D" else 3, **judged),
-            sent_by=sent_by,
-        )
-        for each in outcomes
+        replace(plain, judged=Judged(OUTCOMES[each], judged=count, **judged))
+        for each, count in zip(outcomes, counts, strict=True)
     ]
+
+
+SENT = "that SGLang 0.5.23 and vLLM 0.33.0 send"
+BY_SGLANG = "that SGLang 0.5.23 sends"
+OF_ALL = f"Right for all {SENT}"
 
 
 @pytest.mark.parametrize(
     ("by_both", "by_sglang", "corners", "sentence"),
     [
-        ("RR", "", "", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send."),
-        ("R", "", "RR", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 2 documented corners."),
-        ("", "R", "", "Right for all that SGLang 0.5.23 sends."),
+        ("RR", "", "", f"{OF_ALL}."),
+        ("R", "", "RR", f"{OF_ALL}, and in 2 documented corners."),
+        ("", "R", "", f"Right for all {BY_SGLANG}."),
         ("", "", "R", "Right in 1 documented corner."),
-        (
-            "R",
-            "",
-            "WRW",
-            "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send; wrong in 2 of 3 documented corners.",
-        ),
-        (
-            "RRW",
-            "",
-            "R",
-            "Wrong in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send; right in 1 documented corner.",
-        ),
-        (
-            "R",
-            "WR",
-            "W",
-            "Wrong in 1 of 3 cases that SGLang 0.5.23 sends and 1 of 1 documented corner; right for all that vLLM",
-        ),
-        (
-            "FR",
-            "",
-            "F",
-            "Failed in 1 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send and 1 of 1 documented corner.",
-        ),
-        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send."),
-        (
-            "R",
-            "RD",
-            "",
-            "Right for all that vLLM 0.33.0 sends, and in 2 of 3 cases that SGLang 0.5.23 sends.",
-        ),
-        (
-            "K",
-            "",
-            "R",
-            "Right, except for known failures in 1 case, for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 1",
-        ),
+        ("R", "", "WRW", f"{OF_ALL}; wrong in 2 of 3 documented corners."),
+        ("RRW", "", "R", f"Wrong in 1 of 3 cases {SENT}; right in 1 documented corner."),
+        ("R", "WR", "W", f"Wrong in 1 of 3 cases {BY_SGLANG} and 1 of 1 documented corner; right for all that vLLM"),
+        ("FR", "", "F", f"Failed in 1 of 2 cases {SENT} and 1 of 1 documented corner."),
+        ("FW", "", "", f"Wrong in 2 of 2 cases {SENT}."),
+        ("R", "RD", "", f"Right for all that vLLM 0.33.0 sends, and in 2 of 3 cases {BY_SGLANG}."),
+        ("K", "", "R", f"Right, except for known failures in 1 case, for all {SENT}, and in 1"),
         ("", "", "W", "Wrong in 1 of 1 documented corner."),
     ],
 )
@@ -88,28 +56,23 @@ def test_the_answer_tells_engines_from_corners(by_both: str, by_sglang: str, cor
 
 def test_of_a_profile_the_other_engine_is_a_corner() -> None:
     found = [*verdicts("R", *BOTH), *verdicts("W", "vllm")]
-    said = "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner."
+    said = f"Right for all {BY_SGLANG}; wrong in 1 of 1 documented corner."
     assert answer(found, "sglang", (), is_whole=True) == said
 
 
 @pytest.mark.parametrize(
     ("outcomes", "missing", "is_whole", "sentence"),
     [
-        ("R", ("a", "b"), True, "Right for all that SGLang 0.5.23 sends. Not judged: a; b."),
-        (
-            "R",
-            ("a",),
-            False,
-            "Not judged as a whole: a. Right in 1 of 1 case that SGLang 0.5.23 sends.",
-        ),
-        ("W", ("a",), False, "Wrong in 1 of 1 case that SGLang 0.5.23 sends. Not judged: a."),
-        ("D", ("a",), False, "Not judged: a."),
-        ("", (), True, "Not judged: no case began."),
-        ("", ("a",), False, "Not judged: no case began: a; to start the workers takes some of it."),
+        ("R", "ab", True, f"Right for all {BY_SGLANG}. Not judged: a; b."),
+        ("R", "a", False, f"Not judged as a whole: a. Right in 1 of 1 case {BY_SGLANG}."),
+        ("W", "a", False, f"Wrong in 1 of 1 case {BY_SGLANG}. Not judged: a."),
+        ("D", "a", False, "Not judged: a."),
+        ("", "", True, "Not judged: no case began."),
+        ("", "a", False, "Not judged: no case began: a; to start the workers takes some of it."),
     ],
 )
 def test_what_was_not_judged_stands_in_the_same_line(
-    outcomes: str, missing: Sequence[str], is_whole: bool, sentence: str
+    outcomes: str, missing: str, is_whole: bool, sentence: str
 ) -> None:
     reasons = [NotJudged(f"{each} in full", each) for each in missing]
     assert answer(verdicts(outcomes, "sglang"), "", reasons, is_whole).startswith(sentence)
@@ -124,9 +87,8 @@ def test_recorded_calls_were_all_sent() -> None:
 
 def test_a_dishonest_kernel_has_no_other_answer() -> None:
     deceived = replace(verdicts("W")[0], judged=Judged(Outcome.DISHONEST, ("torch.add was changed",)))
-    assert (
-        answer([deceived], "", (NotJudged("a"),), is_whole=True) == "Dishonest, and not judged: torch.add was changed."
-    )
+    said = "Dishonest, and not judged: torch.add was changed."
+    assert answer([deceived], "", (NotJudged("a"),), is_whole=True) == said
 
 
 def test_each_reason_says_because_of_whom() -> None:
@@ -150,7 +112,7 @@ def test_each_reason_says_because_of_whom() -> None:
     *_, last = not_judged([*found, *verdicts("F")], [coverage], "", "the smoke level")
     assert last.full == "a failed call or the smoke level leaves out 3 of 8 pairs of values"
     assert answer(found, "", reasons, is_whole=True) == (
-        "Right in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send. Not judged: 7 cases left out; nothing of "
+        f"Right in 1 of 3 cases {SENT}. Not judged: 7 cases left out; nothing of "
         "trtllm_batch_context_with_kv_cache; the kernel refused 3 cases; the lab cannot judge 1 case here."
     )
     assert reach(found, reasons[:1]) == "compared: 3 results of 1 case; 7 cases left out"
@@ -164,16 +126,13 @@ def test_the_first_line_says_how_narrow_a_kernel_is_and_stays_short() -> None:
     reasons = list(not_judged(found, (), "249 cases left out, the time was over", "the quick level"))
     said = answer(found, "", reasons, is_whole=True)
     assert "; 16 of 18 checks compared nothing. Not judged: 249 cases left out" in said
-    assert said.startswith(
-        "Right in 41 of 233 cases that SGLang 0.5.23 sends, 41 of 235 cases that vLLM 0.33.0 sends and 13 "
-    )
+    assert said.startswith(f"Right in 41 of 233 cases {BY_SGLANG}, 41 of 235 cases that vLLM 0.33.0 sends and 13 ")
     assert len(said) < 250
 
 
 def test_the_first_line_counts_all_cases_that_the_lab_cannot_judge_once() -> None:
     found = [
-        *verdicts("R"),
-        *verdicts("DD", declines=("no Triton",), by_lab=True),
+        *(*verdicts("R"), *verdicts("DD", declines=("no Triton",), by_lab=True)),
         *verdicts("D", declines=("b",), by_lab=True),
     ]
     reasons = list(not_judged(found, (), "", "the smoke level"))
