@@ -12,7 +12,6 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import forward_modes, graph_replays
 from lab.checks.properties.check import Level
-from lab.metadata import ForwardMode
 from lab.metadata.mha.block_sparse import BlockSparseBackend
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
@@ -62,23 +61,6 @@ def test_the_floor_counts_the_pages_that_a_head_selects() -> None:
     assert verify.visible_keys == 4 + 130 + 304 + 1921
     assert verify.visible_pairs == 10 + 127 + 128 + 129 + 130 + 301 + 302 + 303 + 304 + 2046 + 2047 + 2048 + 1921
     assert decode.bytes_moved < replace(decode, block_sparse=False).bytes_moved
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"page_size": 64},
-        {"kv_dtype": torch.float8_e4m3fn},
-        {"sliding_window": True},
-        {"virtual_slots": True},
-        {"draft_step": 1},
-        {"mode": ForwardMode.EXTEND},
-    ],
-    ids=str,
-)
-def test_what_no_block_sparse_pass_is_is_refused(change: Any) -> None:
-    with pytest.raises(ValueError, match="block_sparse=True"):
-        replace(PASSES[0], **change)
 
 
 class KeepsPages(BlockSparseBackend):

@@ -297,23 +297,6 @@ def test_a_wrong_verdict_names_the_vector() -> None:
     assert 0 < bound < 0.02
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mode": ForwardMode.IDLE}, "nothing to judge"),
-        ({"q_lens": (2, 2, 2, 2)}, "DECODE has one row"),
-        ({"q_lens": (1, 1)}, "4 prefix_lens for 2 q_lens"),
-        ({"prefix_lens": (-1, 0, 0, 0)}, ">= 0"),
-        ({"mode": ForwardMode.EXTEND, "draft_step": 1}, "draft_step=1 would be ignored in"),
-        ({"geometry": "llama-3.1-8b", "sliding_window": True}, "no sliding-window layers"),
-        ({"mode": ForwardMode.TARGET_VERIFY, "q_lens": (1, 2, 1, 1)}, "equally many rows"),
-    ],
-)
-def test_a_case_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(CASES["decode"], **changes)
-
-
 @pytest.mark.parametrize("sliding_window", [False, True])
 def test_operations_and_bytes_count_what_is_visible(sliding_window: bool) -> None:
     case = replace(CASES["extend_prefix"], sliding_window=sliding_window)

@@ -10,6 +10,7 @@ from lab.metadata import AttentionCall, ForwardMode
 
 RUNNING = [mode for mode in ForwardMode if not (mode is ForwardMode.IDLE or mode is ForwardMode.PREBUILT)]
 E4M3 = torch.float8_e4m3fn
+BLOCK_SPARSE: dict[str, Any] = {"page_size": 128, "block_sparse": True}
 
 
 def case(mode: ForwardMode = ForwardMode.DECODE, **changes: Any) -> ForwardCase:
@@ -25,6 +26,19 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"mode": ForwardMode.IDLE}, ValueError, "nothing to judge"),
+        ({"q_lens": (2, 2)}, ValueError, "DECODE has one row"),
+        ({"q_lens": (1,)}, ValueError, "2 prefix_lens for 1 q_lens"),
+        ({"prefix_lens": (-1, 0)}, ValueError, ">= 0"),
+        ({"geometry": "llama-3.1-8b", "sliding_window": True}, ValueError, "no sliding-window layers"),
+        ({"mode": ForwardMode.TARGET_VERIFY, "q_lens": (1, 2)}, ValueError, "equally many rows"),
+        *(
+            (BLOCK_SPARSE | change, ValueError, "block_sparse=True")
+            for change in (
+                *({"page_size": 64}, {"kv_dtype": E4M3}, {"sliding_window": True}, {"virtual_slots": True}),
+                *({"draft_step": 1}, {"mode": ForwardMode.EXTEND}),
+            )
+        ),
         ({"draft_step": -2}, ValueError, "draft_step must be at least -1, got -2"),
         (
             {"draft_step": -1, "prefix_lens": (0, 5)},

@@ -96,17 +96,3 @@ def test_a_form_that_a_plain_case_cannot_have_is_made_of_the_next_that_can() -> 
         assert [case.rank for case in made] == [*ranks[first:], *ranks[:first]]
         assert {(case.kv_lens, case.window_left, case.sinks) for case in made} == {((40, 41), -1, False)}
     assert [case.rank for case in ONE_RANK.cases([few], SHORT, None)] == [(3, 4)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rank": (3, 4), "kv_lens": (0,), "q_lens": (5,)}, "cannot be the keys of rank 3 of 4"),
-        ({"rank": (0, 2), "window_left": 3}, "window_left=3"),
-        ({"head_pages": HeadPages.HALF, "window_left": 3}, "window_left=3"),
-    ],
-)
-def test_a_case_that_contradicts_itself_is_refused(changes: dict[str, object], said: str) -> None:
-    given: dict[str, object] = {"interface": AttentionCall.DECODE, "kv_lens": (40,), "q_lens": (1,)}
-    with pytest.raises(ValueError, match=said):
-        AttentionCase(**(given | changes))  # type: ignore[arg-type]

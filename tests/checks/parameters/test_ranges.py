@@ -13,6 +13,7 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, Ranges
 from lab.checks.parameters import attention
 from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases, edge_lengths
+from lab.workloads.attention_case import HeadPages
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 NARROW = Ranges(
@@ -114,21 +115,24 @@ def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "says"),
     [
-        {"kv_lens": (), "q_lens": ()},
-        {"kv_lens": (4,), "q_lens": (1, 1)},
-        {"kv_lens": (4,), "q_lens": (0,)},
-        {"kv_lens": (-1,), "q_lens": (1,)},
-        {"kv_lens": (4, 4), "q_lens": (1, 2)},
-        {"kv_lens": (4,), "q_lens": (1,), "v_head_dim": 64},
-        {"kv_lens": (4,), "q_lens": (1,), "interface": AttentionCall.MLA_DECODE},
-        {"kv_lens": (4,), "q_lens": (1,), "interface": MetadataFunction.DRAFT_KV_INDICES},
+        ({"kv_lens": (), "q_lens": ()}, "kv_lens"),
+        ({"q_lens": (1, 1)}, "q_lens"),
+        ({"q_lens": (0,)}, "q_lens"),
+        ({"kv_lens": (-1,)}, "kv_lens"),
+        ({"kv_lens": (4, 4), "q_lens": (1, 2)}, "q_lens"),
+        ({"v_head_dim": 64}, "MLA"),
+        ({"interface": AttentionCall.MLA_DECODE}, "MLA"),
+        ({"interface": MetadataFunction.DRAFT_KV_INDICES}, "attention call"),
+        ({"rank": (3, 4), "kv_lens": (0,), "q_lens": (5,)}, "cannot be the keys of rank 3 of 4"),
+        ({"rank": (0, 2), "window_left": 3}, "window_left=3"),
+        ({"head_pages": HeadPages.HALF, "window_left": 3}, "window_left=3"),
     ],
 )
-def test_numbers_that_make_no_call_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"kv_lens|q_lens|MLA|attention call"):
-        AttentionCase(**{"interface": AttentionCall.DECODE} | wrong)
+def test_values_that_make_no_call_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        AttentionCase(**{"interface": AttentionCall.DECODE, "kv_lens": (4,), "q_lens": (1,)} | wrong)
 
 
 @pytest.mark.parametrize(
