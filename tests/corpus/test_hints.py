@@ -14,18 +14,15 @@ from lab.checks.parameters.models import MODELS, Configuration
 from lab.ranges import Ranges
 
 # By argument: the axis and its value, and the wrong kernels with the functions that show them.
+SAGE = ("sage_keys_by_previous_block", "sage_values_by_head_0", "sage_blocks_across_requests")
 FOUND = {
     ("skip_softmax", 3.0): ("skip_threshold_not_divided", "mla_skip_threshold_not_divided"),
     ("skip_softmax", 1e-30): ("skip_threshold_of_logits", "mla_skip_threshold_of_logits"),
     ("o_scale", 0.5): ("o_scale_multiplies_output", "e4m3_output_divided_by_o_scale"),
     ("rank", "3 of 4"): ("rank_keys_to_the_last_rows", "mla_rank_keys_to_the_last_rows"),
     ("rank", "0 of 1"): ("rank_bound_inclusive", "mla_rank_bound_inclusive"),
-    ("sage", "int8, 16 keys"): (
-        *("sage_keys_by_previous_block", "sage_values_by_head_0", "sage_blocks_across_requests"),
-    ),
-    ("sage", "e4m3, 4 keys"): (
-        *("sage_keys_by_previous_block", "sage_values_by_head_0", "sage_blocks_across_requests"),
-    ),
+    ("sage", "int8, 16 keys"): SAGE,
+    ("sage", "e4m3, 4 keys"): SAGE,
     ("hints", True): ("v_as_k_with_transform_mode", "mla_scale_ignored_with_scale_format"),
 }
 

@@ -39,12 +39,6 @@ def escapes(out: Tensor, expected: Tensor) -> set[int]:
     return {index for index, rule in enumerate(UPSTREAM_RULES) if passes(rule, out, expected)}
 
 
-def test_there_are_ten_rules_and_they_are_data() -> None:
-    assert len(UPSTREAM_RULES) == 10
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        UPSTREAM_RULES[0].rtol = 1.0  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("length", [110, 1024, 8192])
 def test_the_right_output_passes_every_rule(length: int) -> None:
     expected = output(length)
@@ -91,11 +85,6 @@ def test_a_scale_that_is_five_percent_off_passes(length: int, sinks: bool, expec
     # UpstreamRule 0 at 1,024 keys is a matter of a few elements.
     escaped = escapes(output(length, sinks=sinks, bmm2_scale=1.05), output(length, sinks=sinks))
     assert escaped - {0} == expected - {0}
-
-
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        passes(UPSTREAM_RULES[0], torch.zeros(2, 3), torch.zeros(3, 2))
 
 
 def test_a_budget_counts_elements() -> None:

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.workloads import DEFAULT_SCENARIOS
 from lab.workloads.traces import TracedRequest
 from studies.draft_scenarios import (
-    DEFAULT_DRAFT_SCENARIOS,
     DraftCase,
     DraftScenario,
     build_verify,
@@ -65,13 +63,6 @@ def test_lengths_are_drawn_from_a_trace() -> None:
 def test_a_damaged_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"scenario {name!r}.*{message}"):
         draft_scenario(name)
-
-
-def test_the_defaults_are_names_and_no_forward_pass_is_one() -> None:
-    assert len(set(DEFAULT_DRAFT_SCENARIOS)) == len(DEFAULT_DRAFT_SCENARIOS)
-    for name in DEFAULT_DRAFT_SCENARIOS:
-        assert draft_scenario(name).case.num_steps == 3
-    assert not any(is_draft_scenario(name) for name in DEFAULT_SCENARIOS)
 
 
 def test_a_case_becomes_a_verify_and_a_decode_batch_with_room_for_the_draft() -> None:

@@ -56,12 +56,6 @@ def test_without_an_option_the_settings_are_the_studys(name: str, monkeypatch: p
         assert others
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_each_is_a_command_that_can_write_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{line_of(name)} --help") == 0
-    assert "--out " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_without_a_gpu_it_says_so_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

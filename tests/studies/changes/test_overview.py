@@ -135,31 +135,25 @@ class Commands:
         return status
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_on_a_gpu_every_study_runs_and_the_overview_is_of_what_they_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("only", [(), (26824, 24566)])
+def test_on_a_gpu_studies_run_and_the_overview_is_of_what_they_wrote(
+    only: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     commands = Commands()
     out = tmp_path / "measured"
-    assert show(None, out, run=commands) == 0
-    assert commands.ran == [change.module for change in CHANGES]
+    assert show(None, out, only, commands) == 0
+    assert commands.ran == [change.module for change in CHANGES if not only or change.number in only]
     text = (out / PAGE).read_text()
-    assert all(f"]({change.module}.json)" in text for change in CHANGES)
-    assert "26241 No ragged lists for MLA's draft steps" in capsys.readouterr().out
+    assert text.startswith("# Changes of SGLang's" if only else "# Five changes of SGLang's")
+    assert all((f"]({change.module}.json)" in text) == (change.module in commands.ran) for change in CHANGES)
+    assert ("26241 No ragged lists for MLA's draft steps" in capsys.readouterr().out) == (not only)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(tmp_path: Path) -> None:
+def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     commands = Commands({"plan_stream": 3, "draft_extend_kernels": -9})
     write(tmp_path, "plan_stream", recorded("plan_stream"))  # of an earlier run
     assert show(None, tmp_path, run=commands) == 1
@@ -171,24 +165,14 @@ def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(tmp_path
     assert "[length_copy.json]" in text
 
 
-@pytest.mark.usefixtures("gpu")
-def test_only_some_changes(tmp_path: Path) -> None:
-    commands = Commands()
-    assert show(None, tmp_path, (26824, 24566), commands) == 0
-    assert commands.ran == ["draft_extend_kernels", "length_copy"]
-    text = (tmp_path / PAGE).read_text()
-    assert text.startswith("# Changes of SGLang's")
-    assert "26241" not in text
-
-
 def never(line: Sequence[str]) -> int:
     raise AssertionError(f"{line} was run")
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_it_shows_the_recorded_run_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     assert show(None, None, run=never) == 0
     said = capsys.readouterr().out
@@ -199,7 +183,6 @@ def test_without_a_gpu_it_shows_the_recorded_run_and_says_so(
     assert (tmp_path / DEFAULT_OUT / link).resolve() == FOLDER / "plan_stream.json"
 
 
-@pytest.mark.usefixtures("gpu")
 def test_recordings_alone_measure_nothing_and_write_only_where_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,16 +193,12 @@ def test_recordings_alone_measure_nothing_and_write_only_where_asked(
     assert show(folder, None, run=never) == 1
 
 
-@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("wrong", ["--recorded nowhere", "--only 12345", "--out page.md"])
-def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_refused(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"experiments changes {wrong}") == 2
     said = capsys.readouterr().err
     assert wrong.split()[1] in said
     assert "Traceback" not in said
-
-
-def test_a_folder_without_recordings_is_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"experiments changes --recorded {tmp_path}") == 125
     assert "none of the recordings" in capsys.readouterr().err
 

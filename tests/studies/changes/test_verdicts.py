@@ -56,21 +56,13 @@ def test_two_clocks_must_agree(clocks: tuple[BeforeAfter, BeforeAfter], standing
 
 
 def test_an_observation_has_the_figures_of_its_clocks() -> None:
-    found = compared("MHA", "8 requests", {"profiled": SHORTER, "not": LONGER})
-    assert found.figures == "100.0 → 80.0 µs profiled, 100.0 → 120.0 µs not"
-    assert (found.saved_us, found.ratio) == (20.0, 1.25)
+    clocks = {"profiled": (Times(1234.5, 1.0), Times(80.0, 1.0)), "not": (Times(8.9), Times(10.0))}
+    found = compared("MHA", "8 requests", clocks)
+    assert found.figures == "1,234 → 80.0 µs profiled, 8.90 → 10.0 µs not"
+    assert (found.saved_us, found.ratio) == (1154.5, 1234.5 / 80)
     assert compared("MHA", "8 requests", {"": SHORTER}).figures == "100.0 → 80.0 µs"
+    assert [microseconds(value) for value in (-0.126, 0.0)] == ["-0.13", "0"]
     assert stated("MHA", "here", False, "3 launches") == Observation("MHA", "here", FAILS, "3 launches")
-
-
-def test_digits() -> None:
-    assert [microseconds(value) for value in (1234.5, 56.78, 8.9, -0.126, 0.0)] == [
-        "1,234",
-        "56.8",
-        "8.90",
-        "-0.13",
-        "0",
-    ]
 
 
 def aspect(standings: str, of_claim: bool = True) -> Aspect:

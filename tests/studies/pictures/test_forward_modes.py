@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
@@ -25,16 +25,6 @@ PASSES: dict[str, tuple[ForwardMode, tuple[int, ...], tuple[int, ...], int | Non
     "draft_extend_v2": (ForwardMode.DRAFT_EXTEND_V2, (9, 6), (4, 4), None),
     "extend": (ForwardMode.EXTEND, (0, 7), (6, 5), None),
     "mixed": (ForwardMode.MIXED, (7, 9, 4), (5, 1, 1), None),
-}
-# Of each pass, by hand: lengths that the engine counts, and that the kernel is told.
-LENGTHS = {
-    "decode": ([9, 6], [9, 6]),
-    "draft_decode": ([9, 6], [12, 9]),
-    "target_verify": ([9, 0], [13, 4]),
-    "draft_extend_v1": ([12, 7], [12, 7]),
-    "draft_extend_v2": ([13, 10], [13, 10]),
-    "extend": ([6, 12], [6, 12]),
-    "mixed": ([12, 10, 5], [12, 10, 5]),
 }
 
 
@@ -75,16 +65,25 @@ def test_each_row_reads_the_keys_up_to_its_own(name: str) -> None:
 def test_lengths_and_pages_are_named(name: str) -> None:
     forward = a_pass(name)
     said = words(drawn(forward))
-    engine, kernel = LENGTHS[name]
-    for engine_len, kernel_len in zip(engine, kernel, strict=True):
+    expected = forward_metadata(forward.batch, forward.pool)
+    for engine_len, kernel_len in zip(forward.batch.seq_lens.tolist(), expected.cache_seqlens, strict=True):
         assert f"engine's seq_lens {engine_len}" in said
         added = f" = {engine_len} + {kernel_len - engine_len}" if kernel_len > engine_len else ""
         assert f"kernel's seq_lens {kernel_len}{added}" in said
-    pages = [page for row in forward_metadata(forward.batch, forward.pool).page_table for page in row]
+    pages = [page for row in expected.page_table for page in row]
     assert [word for word in said if word.startswith("page ")] == [f"page {page}" for page in pages]
     (offsets,) = (word for word in said if word.startswith("cu_seqlens_q"))
     assert str(forward.metadata.cu_seqlens_q.tolist()) in offsets
     assert any(word.startswith(forward.plan[0].call.value) for word in said)
+
+
+def test_an_empty_batch_says_so() -> None:
+    pool = KVPool(num_requests=1, max_context_len=16, page_size=P, num_pages=2)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = ForwardBatch(ForwardMode.IDLE, nothing, nothing, nothing, num_tokens=0)
+    figure = reading_figure(batch, pool, build_mha_metadata(batch, pool))
+    assert cells(figure) == set()
+    assert any(word.startswith("no request") for word in words(figure))
 
 
 def test_rulers_are_the_lengths_and_dots_the_rows_own_tokens() -> None:
@@ -112,16 +111,3 @@ def test_a_second_offset_is_keys_that_are_not_the_rows() -> None:
     surplus = {(row, position) for kind, row, position in cells(figure) if kind == "surplus"}
     assert surplus == {(row, own + k) for row, own in enumerate([*range(9, 13), *range(6, 10)]) for k in range(1, 5)}
     assert {entry for entry in cells(figure) if entry[0] != "surplus"} == set(visible_pairs("draft_extend_v2"))
-
-
-def idle() -> tuple[ForwardBatch, KVPool, TRTLLMMHAMetadata]:
-    pool = KVPool(num_requests=1, max_context_len=16, page_size=P, num_pages=2)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    batch = ForwardBatch(ForwardMode.IDLE, nothing, nothing, nothing, num_tokens=0)
-    return batch, pool, build_mha_metadata(batch, pool)
-
-
-def test_an_empty_batch_says_so() -> None:
-    figure = reading_figure(*idle())
-    assert cells(figure) == set()
-    assert any(word.startswith("no request") for word in words(figure))

@@ -64,15 +64,10 @@ def test_the_matrix_has_a_mark_for_each_kill_and_each_rule() -> None:
     said = words(figure)
     assert {"paged attention, 3", "metadata, 1"} <= set(said)
     assert [label for label in said if "(" in label] == ["K1 (2)", "K2 (2)", "K16 (1)", "loose (2)", "tight (1)"]
-
-
-def test_a_few_mutants_have_a_cell_for_each_check_and_rule() -> None:
     figure = few_figure(RECORDS, CHECKS, RULES)
-    assert colour_at(figure, 0, 0) == to_rgba(FOUND)
-    assert colour_at(figure, 1, 0) == to_rgba(NOTHING)
-    assert colour_at(figure, 4, 1) == to_rgba(LET_THROUGH)  # a column is left free before the rules
-    assert colour_at(figure, 5, 1) == to_rgba(NOTHING)
-    assert colour_at(figure, 5, 3) == to_rgba(NOT_ASKED)
+    # A column is left free before the rules.
+    drawn = [colour_at(figure, x, y) for x, y in ((0, 0), (1, 0), (4, 1), (5, 1), (5, 3))]
+    assert drawn == [to_rgba(each) for each in (FOUND, NOTHING, LET_THROUGH, NOTHING, NOT_ASKED)]
 
 
 def test_errors_within_the_bound_are_blue_and_beyond_it_red() -> None:

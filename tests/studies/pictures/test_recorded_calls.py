@@ -6,8 +6,8 @@ from matplotlib.colors import to_rgba
 from studies.pictures.recorded_calls import LOOKS, pages_figure
 from tests.reports.pictures.figures import assert_legible, rectangles, words
 
-TABLES = torch.tensor([[4, 1, 9], [4, 2, 5], [7, 8, 7]])
-LENGTHS = torch.tensor([20, 32, 0])  # of pages of 16
+TABLES = torch.tensor([[4, 1, 9], [4, 2, 5], [7, 8, 7], [1, 0, 0]])
+LENGTHS = torch.tensor([20, 40, 0, 5])  # of pages of 16; the last page of the first request is shared with the last one
 
 
 def test_each_cell_has_its_page_and_its_kind() -> None:
@@ -16,12 +16,11 @@ def test_each_cell_has_its_page_and_its_kind() -> None:
     colours = {to_rgba(look.face): kind for kind, look in LOOKS.items()}
     boxes = sorted(rectangles(figure), key=lambda box: (box.get_y(), box.get_x()))
     kinds = [colours[to_rgba(each.get_facecolor())] for each in boxes]
-    assert kinds == ["shared", "last", "dead", "shared", "own", "dead", "dead", "dead", "dead"]
+    assert kinds == [
+        *("shared", "shared", "dead"),
+        *("shared", "own", "last"),
+        *("dead", "dead", "dead"),
+        *("shared", "dead", "dead"),
+    ]
     said = words(figure)
     assert {"request 0: 20 keys", "request 2: 0 keys", "9", "8"} <= set(said)
-
-
-def test_a_shared_last_page_is_shown_as_shared() -> None:
-    figure = pages_figure(torch.tensor([[3], [3]]), torch.tensor([5, 7]), 16, "the pages")
-    faces = {to_rgba(each.get_facecolor()) for each in rectangles(figure)}
-    assert faces == {to_rgba(LOOKS["shared"].face)}

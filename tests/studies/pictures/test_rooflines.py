@@ -2,9 +2,6 @@
 
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-
 from lab.reports.recorded import Row
 from studies.pictures.rooflines import FloorParts, bound_figure, clocks_figure
 from tests.reports.pictures.figures import assert_legible, marks, words
@@ -18,35 +15,20 @@ def timed(implementation: str, median_us: float, **facts: Any) -> Row:
     return Row("decode", (median_us,), {"implementation": f"lab.kernels.{implementation}"} | facts)
 
 
-def line(axes: Axes, label: str) -> Line2D:
-    (found,) = (each for each in axes.lines if each.get_label() == label)
-    return found
-
-
-def shaded_from(axes: Axes) -> list[float]:
-    return [patch.get_x() for patch in axes.patches if patch.get_label() == BOUND_WORDS]
-
-
-def test_the_floor_is_the_upper_line() -> None:
+def test_the_floor_is_the_upper_line_shaded_where_the_matrix_units_are_the_limit() -> None:
     figure = bound_figure(PARTS, "a title", "query tokens")
     (axes,) = figure.axes
+    lines = {each.get_label(): each for each in axes.lines}
     for label, expected in (
         ("floor: the longer of the two", [10.0, 11.0, 16.0, 64.0]),
         ("bytes over the bandwidth", [10.0, 11.0, 12.0, 14.0]),
         ("operations over the matrix rate", [2.0, 8.0, 16.0, 64.0]),
     ):
-        assert list(line(axes, label).get_xdata()) == [1, 4, 8, 32]
-        assert list(line(axes, label).get_ydata()) == expected
-    assert "query tokens" in words(figure)
+        assert list(lines[label].get_xdata()) == [1, 4, 8, 32]
+        assert list(lines[label].get_ydata()) == expected
+    assert [patch.get_x() for patch in axes.patches if patch.get_label() == BOUND_WORDS] == [8]
+    assert BOUND_WORDS not in words(bound_figure(PARTS[:2], "a title", "query tokens"))
     assert_legible(figure)
-
-
-def test_the_shade_begins_where_the_matrix_units_are_the_limit() -> None:
-    (axes,) = bound_figure(PARTS, "a title", "query tokens").axes
-    assert shaded_from(axes) == [8]
-    only_memory = bound_figure(PARTS[:2], "a title", "query tokens")
-    assert shaded_from(only_memory.axes[0]) == []
-    assert BOUND_WORDS not in words(only_memory)
 
 
 def test_marks_are_where_they_were_measured() -> None:
