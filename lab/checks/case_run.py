@@ -1,11 +1,11 @@
-"""Run one case of a check: make its calls to an implementation, compare their results with the expected ones, record errors."""
+"""Run one case of a check: call the judged implementation, compare its results with the expected ones, and record errors."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from lab.references.errors import Truth
 from lab.wording import shortened
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention
+from lab.workloads.inputs.call import BuiltCall, CallInputs
 from lab.workloads.inputs.contents import new_workspace
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import same_bits
@@ -52,8 +53,8 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """How a check calls an attention function: directly (WHOLE), or by a callable that the implementation's `prepare_<name>` or
-    `plan_<name>` returned earlier. The value is the prefix of that name.
+    """How a check calls an attention function: directly (WHOLE), or by a callable that the implementation's function
+    `prepare_<name>` or `plan_<name>` has returned. The value is the prefix of this name.
     """
 
     WHOLE = ""
@@ -62,10 +63,9 @@ class CallForm(NamedEnum):
 
 
 class Result(NamedTuple):
-    """What a call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
+    """What an attention call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features (named properties such as `kv_len`) of this call. If it is None, errors are recorded with those of
-    the last call.
+    `call` has the features (named properties such as `kv_len`) of the call; None stands for the features of the last call.
     """
 
     out: Tensor
@@ -79,18 +79,9 @@ class Result(NamedTuple):
         return self._replace(out=self.out.clone())
 
 
-class Inputs(Protocol):
-    """The inputs of a call: an attention function and its keyword arguments."""
-
-    @property
-    def interface(self) -> AttentionCall: ...
-
-    def arguments(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class GivenCall:
-    """A call with given keyword arguments. Only the first `rows` rows of its output are judged; None for all rows."""
+    """An attention call with given keyword arguments. Only the first `rows` rows of its output are judged (None: all rows)."""
 
     interface: AttentionCall
     given: dict[str, Any]
@@ -100,8 +91,11 @@ class GivenCall:
         return self.given
 
 
+Inputs = CallInputs | BuiltCall | GivenCall
+
+
 class CaseRun:
-    """The run of a check on one case: makes calls and collects errors. The methods `expect...` do not raise these errors."""
+    """The run of a check on one case. It makes the calls of the case, and records their errors without raising them."""
 
     def __init__(
         self,
@@ -133,7 +127,7 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of a case (None: `self.case`). Values in `storage` replace fields of `case.storage`."""
+        """Build the tensors of a case (None: `self.case`). Values in `storage` replace fields of the case's `Storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -166,14 +160,14 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def base_call(self, what: str, **storage: Any) -> tuple[AttentionInputs, Truth, Result]:
-        """Build the case, make its call and expect the right result. Return the inputs, the expected and the actual result."""
+        """Make the call of the case, and expect a right result. Return its tensors, the expected and the actual result."""
         inputs = self.build(**storage)
         truth, result = inputs.truth(), self.call(inputs)
         self.expect_close(what, result, truth)
         return inputs, truth, result
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Repeat a call that the implementation accepted before. Raise KernelError if the implementation refuses it now."""
+        """Repeat a call that the implementation accepted before. Raise KernelError if the implementation now refuses it."""
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -186,8 +180,8 @@ class CaseRun:
         the error bound of a `Truth`, or bit for bit with a `Result`. Return the result, or None if the call is refused, fails
         or is not made.
 
-        If the call is `needed`, its refusal raises Unsupported. Otherwise its refusal is recorded, and in a case with selected
-        pages, selected entries or the keys of one rank, a call that `lab.calls` refuses is not made.
+        If the implementation refuses the call, raise Unsupported if `needed`, else record the refusal. Unless `needed`, a call
+        over selected pages, selected entries or the keys of one rank is not made if FlashInfer excludes its arguments.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -210,7 +204,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record an error of the `with` block: a KernelError and, unless `needed`, an Unsupported. `what` names the call."""
+        """Record a KernelError of the `with` block and, unless `needed`, an Unsupported. `what` names the call."""
         try:
             yield
         except Unsupported as refusal:
@@ -241,8 +235,9 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions, for an engine to call, and with `prepare_<name>` for
-        each function that the implementation offers in this call form. Arguments at their defaults are not passed.
+        """Return an object with the implementation's attention functions, as an engine's attention backend calls them.
+        Arguments that have their default values are not passed. The object also has `prepare_<name>` for each function of which
+        the implementation has the variant `form`.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -261,7 +256,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Read the features (named properties such as `kv_len`) of the next call. Later errors are recorded with them."""
+        """Return the features (named properties such as `kv_len`) of the next call. Errors are recorded with these features."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -272,7 +267,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record a comparison, with a sentence in `wrongs` for each error. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record that `what` was compared, and the sentences about its errors. `kind` is "memory", "metadata" or similar."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -281,15 +276,15 @@ class CaseRun:
         """Record an error in the return value of the last call."""
         self.expect(RETURNED, [sentence], kind="other")
 
-    def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect that each of `tensors` has the same bits as its copy in `before`."""
-        self.expect(what, (f"it changed its {name}" for name in tensors if not same_bits(tensors[name], before[name])))
+    def expect_unchanged(self, inputs: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+        changed = (name for name, tensor in inputs.items() if not same_bits(tensor, before[name]))
+        self.expect("the inputs", (f"it changed its {name}" for name in changed))
 
     def expect_close(
         self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
     ) -> None:
         """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`. A relative
-        error up to `least_bound` is allowed. `kind` is "merged" for a result that the lab merged from several calls.
+        error up to `least_bound` is allowed. `kind` is "merged" if the lab merged the result from the results of several calls.
         """
         if result is None:
             return
@@ -330,7 +325,7 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that the call named `what` failed with this message. Equal messages are recorded once."""
+        """Record that the call `what` failed with the message `failure`. Equal messages are recorded once."""
         failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
@@ -343,7 +338,7 @@ class CaseRun:
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Convert what a call returned to one row per query row. Raise KernelError unless it is an output or (output, LSE)."""
+    """Convert an output or (output, LSE) to a `Result` with one row per query row. Raise KernelError for other values."""
     out, lse = output_and_lse(interface.value, returned)
     if interface in LATENT_CALLS:
         out = out.flatten(0, 1) if out.dim() == 4 else out

@@ -1,6 +1,6 @@
-"""Read the judge's report files (JSON), and merge the reports of all shards of a run (`lab judge --shard 3/8`).
+"""Read the judge's report files (JSON), and merge the reports of a run that several machines shared (`lab judge --shard 3/8`).
 
-The reader builds only known dataclasses, enums and dtypes from the text of a case, and evaluates no code.
+A case is stored as its `repr`. The reader builds only known dataclasses, enums and dtypes from it, and evaluates no code.
 """
 
 import ast
@@ -41,12 +41,12 @@ DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
 class ReportError(ValueError):
-    """The file is no report of the judge, or the report does not have the requested case."""
+    """A file is no report of the judge, or the report does not have the requested case."""
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in the parsed JSON of a report; their `judged.results` are empty. Raise ReportError if the JSON is no
-    report, or one that was written before cases had numbers.
+    """Yield the verdicts in the parsed JSON of a report, without `judged.results`, which a report does not have. Raise
+    ReportError if the JSON is no report, or if its cases have no numbers.
     """
     where = ""
     try:
@@ -79,7 +79,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the parsed JSON of a report's file. Raise ReportError if there is no such file, or it is not a report."""
+    """Return the parsed JSON of a report's file. Raise ReportError if there is no such file, or if it is no report."""
     try:
         record = read_json(path)
     except (OSError, ValueError) as error:
@@ -93,7 +93,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return `path` if it is a new or empty file, or an earlier report, else raise ReportError. Create missing folders."""
+    """Return `path`, and create its folder. Raise ReportError if the file exists and is neither empty nor a report."""
     if path.is_fifo():
         raise ReportError(f"{path} is a pipe, and a report is written several times: name a file")
     if path.is_file() or not path.exists():
@@ -114,7 +114,7 @@ def replaceable(path: Path) -> Path:
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read the verdict on the case with this number from a report's file. Raise ReportError if there is none."""
+    """Read the verdict on a case from a report's file. Raise ReportError if the report has no case with this number."""
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:
@@ -147,7 +147,7 @@ def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
 
 
 def read_expression(text: str) -> Any:
-    """Build the case or `Ranges` whose `repr` is `text`. Raise ValueError if there is none, or a field has an invalid value."""
+    """Build the case or `Ranges` whose `repr` is `text`. Raise ValueError for another text, or if a value is invalid."""
     try:
         return _built(ast.parse(text, mode="eval").body)
     except (SyntaxError, *DAMAGED) as error:
@@ -176,9 +176,8 @@ def _built(node: ast.expr) -> Any:
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Merge the reports of all shards of a run into one report, with the worst verdict on each case. `out` is the file to which
-    the caller will write it. Raise ReportError unless `paths` are the reports of all shards of one run, and each shard has
-    ended.
+    """Merge the reports of all shards of a run into one report, with the worst verdict on each case. The caller will write it
+    to `out`. Raise ReportError unless `paths` are the reports of all shards of one run, and each shard has ended.
     """
     by_path = {path: read_record(path) for path in paths}
     _check_shards(paths, by_path)

@@ -66,7 +66,7 @@ class CheckSummary:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one run of the judge: its settings, the verdict on each case, and what was left out."""
+    """The result of one run of the judge: its settings, the verdict on each case, and how many cases were left out."""
 
     implementation: str  #: name of the implementation
     level: Level
@@ -102,7 +102,8 @@ class Report:
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
         """Yield the verdicts "wrong", "failed" and "dishonest" (the kernel tampered with the judge). If the report is for one
-        engine (`profile`), leave out cases that this engine does not send."""
+        engine (`profile`), leave out cases that this engine does not send.
+        """
         return (verdict for verdict in deciding(self.verdicts, self.profile) if verdict.outcome in BROKEN)
 
     @property
@@ -130,11 +131,10 @@ class Report:
         return ExitStatus.DONE if self.is_right else ExitStatus.NOT_JUDGED
 
     def write(self, path: Path, *, is_diagnosed: bool = True) -> None:
-        """Write the report as JSON. Without `is_diagnosed`, leave out the diagnosis and coverage, which take a second."""
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data. Without `is_diagnosed`, diagnosis and coverage are left empty."""
+        """Return the report as JSON data. Without `is_diagnosed`, omit the diagnosis and the coverage, which take a second."""
         return {
             **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,

@@ -1,4 +1,4 @@
-"""Make random attention cases from `Ranges`, and find out which of their values a kernel accepts."""
+"""Make random attention cases with parameter values from `Ranges`, and find out which of these values a kernel accepts."""
 
 import itertools
 import random
@@ -38,7 +38,7 @@ def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
     """Yield `count` random cases in which each value of a parameter occurs equally often. Many lengths end at the edge of a
-    page or tile. The cases need kernels for at most `num_builds` combinations of compile-time values.
+    page or tile. The cases have at most `num_builds` combinations of the values for which kernels are compiled.
     """
     seed += SEEDS * ranges.seed
     # All checks have the same combinations of compile-time values.
@@ -66,7 +66,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return a case with these lengths. `values` maps fields of `Ranges`, such as "dtypes", to the value that the case has."""
+    """Return a case with these lengths. `values` maps fields of `Ranges`, such as "dtypes", to the value of the case."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -124,7 +124,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random attention cases without end, each changed by `adapt`. Yield none for a function without a paged cache."""
+    """Yield random attention cases without end, each changed by `adapt`; none if the function reads no paged cache."""
 
     def make(point: Point, seed: int) -> Any:
         # The seed determines the data, and the lengths of all requests except the longest.
@@ -165,8 +165,8 @@ def _dealt(rng: random.Random, ranges: Ranges, names: Sequence[str], count: int)
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return lengths up to `longest` at which a loop over pages or tiles ends: 1, 2, a page, two pages, 64, 128, 256, 512 and
-    `longest`, and the lengths one below and one above each.
+    """Return lengths up to `longest` near which a loop over pages or tiles ends: 1, 2, a page, two pages, 64, 128, 256, 512 and
+    `longest`, each also minus 1 and plus 1.
     """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
@@ -179,9 +179,9 @@ def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
     """Return `ranges` without the values that a kernel's function refuses; None if it accepts no call, or refuses no value.
 
-    Each value is tried in one call that differs only in this value from an accepted call: a case in `taken`, or a call of
-    usual values. A value with which the call fails is kept, so that the failure is judged. `submit(check, case)` submits a
-    case for judging, and returns a function that waits for the judgement.
+    For each value, make one call that differs only in this value from an accepted call: the call of a case in `taken`, or a
+    call with usual values. A value with which the call fails is kept, so that the failure is judged. `submit(check, case)`
+    submits a case for judging, and returns a function that waits for the judgement.
     """
     ranges = replace(ranges, dtypes=ranges.widened("dtypes"))
 

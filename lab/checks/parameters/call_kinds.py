@@ -1,4 +1,4 @@
-"""Special kinds of attention calls, such as calls over an NVFP4 cache, which many checks judge in addition to usual calls."""
+"""Define special kinds of attention calls, such as calls over an NVFP4 cache, which checks judge in addition to usual calls."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +20,7 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Turn usual cases (`plain`) into cases of this kind. Yield one for each of `forms`, at most `count` (None: all)."""
+        """Change usual cases (`plain`) into cases of this kind. Yield one case for each change in `forms`, at most `count`."""
         # The seed of the first usual case selects the form to begin with, so that different checks begin with different forms.
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
@@ -47,8 +47,8 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
 
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
-    """Return the case as the call of one context-parallel rank, (rank, number of ranks), without arguments that FlashInfer
-    excludes in such calls. Raises ValueError if a request cannot have its number of keys on this rank.
+    """Return the case as the call of one context-parallel rank, without arguments that FlashInfer excludes in such calls.
+    `rank` is (rank, number of ranks). Raises ValueError if a request cannot have its number of keys on this rank.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

@@ -1,4 +1,4 @@
-"""Groups of calls for which kernels have separate code, such as calls with a request of thousands of keys, which are split."""
+"""Find groups of calls for which kernels have separate code, such as calls with a request of thousands of keys."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -49,8 +49,6 @@ def at_limits(model: Model) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Circumstance:
-    """A group of calls for which kernels have separate code, such as calls with a long request."""
-
     model: Model  # permits only calls of the group
     chosen: int  # number of axes of a case that may have other values than the default
 
@@ -59,7 +57,7 @@ class Circumstance:
 
     @property
     def goals(self) -> list[Values]:
-        """Return the values, and the pairs of a window and a position of the longest request, that the cases must contain."""
+        # Each value, and each pair of a window and a position of the longest request in the batch.
         axes = self.model.axes
         goals = [goal for goal in self.model.values() if self.model.vacuous.isdisjoint(goal)]
         if WINDOW in axes.get("window_left", ()):

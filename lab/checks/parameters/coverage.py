@@ -1,4 +1,4 @@
-"""The coverage of a run: which parameter values, pairs and declared triples of values were judged for each function."""
+"""Compute the coverage of a run: which parameter values, and which pairs and triples of values, were judged."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,6 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """Whether a run judged a value of a parameter, or a combination of values."""
-
     JUDGED = "judged"  # in a judged case
     DECLINED = "declined"  # only in cases that the kernel declined
     LEFT_OUT = "left out"  # in no case
@@ -50,7 +48,7 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return the judged shares as text, such as "40 of 42 values and 300 of 320 pairs of decode"."""
+        # Such as "40 of 42 values and 300 of 320 pairs of decode".
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
@@ -89,8 +87,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return (judged, declined): the values, pairs and triples of values in judged cases, and those in declined cases. Cases
-    that failed before a result was compared do not count.
+    """Return two sets: the values, pairs and triples of values in judged cases, and those in declined cases. Cases that failed
+    before a result was compared do not count.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -105,8 +103,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return the model with only the values that were judged (None if a parameter has none), and the pairs and triples of these
-    values that no judged case has.
+    """Return the model without the values that no case judged, and the pairs and triples of its values that no judged case has.
+    Return (None, []) if no value of a parameter was judged.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

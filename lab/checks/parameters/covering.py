@@ -1,7 +1,7 @@
 """Build covering arrays: few points that together contain all values, all pairs of values, and declared triples.
 
-An axis is a parameter of a call. A point has one value for each axis. A goal is a value, pair or triple of values that some
-point must contain.
+An axis is a parameter of a call. A point has one value for each axis. A goal is a value, a pair or a triple of values that at
+least one point must contain.
 """
 
 import functools
@@ -32,14 +32,14 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the shard of a text such as "3/8"; for "", the whole run. Raise ValueError for another text."""
+        """Return the shard that a text such as "3/8" names; for "", the whole run. Raise ValueError for another text."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if this part of the run must judge the combination of values `goal`. Each belongs to exactly one part."""
+        """Return True if this part of the run must judge a combination of values. Exactly one part must judge it."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -72,8 +72,10 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 
 @dataclass(frozen=True)
 class Model:
-    """The parameters (axes) of a call with their values, and rules about which values go together. Raises ValueError if an axis
-    has no values, a rule or a triple names an unknown axis, or no point (one value for each axis) fits all rules.
+    """The parameters (axes) of a call with their values, and rules that forbid combinations of values.
+
+    Raises ValueError if an axis has no values, if a rule or a triple names an unknown axis, or if the rules forbid all points
+    (combinations of one value for each axis).
     """
 
     axes: Mapping[str, Sequence[Any]]  # the values of each axis, the default first
@@ -117,13 +119,13 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only those values for which `taken` has ((axis, value),); None if an axis has none left."""
+        """Return the model without the values that are not in `taken`; None if an axis would have no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if the values in `point` break no rule. A rule on an axis that `point` lacks is not tested. If `added`
-        names an axis, only the rules on this axis are tested.
+        """Return True if the values in `point` break no rule. A rule about an axis that `point` lacks is not tested. If `added`
+        names an axis, only the rules about this axis are tested.
         """
         return next(self._broken(point, added), None) is None
 
@@ -150,8 +152,8 @@ class Model:
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return a point with these values that fits all rules, with default values of other axes where the rules permit them;
-        None if there is no such point.
+        """Return a point (one value for each axis) with these values that breaks no rule; None if there is none. The other axes
+        have their default values if the rules permit them.
         """
         if not self.fits(values):
             return None
@@ -191,8 +193,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, and for each other value a point with this value and otherwise defaults where the rules
-        permit them. Values that another part of the run judges (`shard`) are left out, except on the axes `of_all`.
+        """Yield the default point, then for each other value a point with this value and, if the rules permit, defaults. Omit
+        the values that another part of the run judges (`shard`), except those of the axes `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -205,9 +207,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self) -> Iterator[Values]:
-        """Yield the pairs of values, and the triples on the axes `triples`, that this part of the run must cover, except those
-        that break a rule.
-        """
+        """Yield the pairs and declared triples of values that this part of the run must cover, and that break no rule."""
         return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
 
     def _goals(self) -> Iterator[Values]:
@@ -217,9 +217,7 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Map each pair of values, and each triple on the axes `triples`, to the reason why the rules forbid it; "" if they
-        allow it.
-        """
+        """Map each pair and each declared triple of values to the reason why the rules forbid it; to "" if they allow it."""
         without_one = [
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         ]
@@ -237,12 +235,12 @@ class Model:
 
     @functools.cached_property
     def nearest(self) -> Mapping[tuple[str, Any], Point | None]:
-        """Map each (axis, value) pair to a point with this value and otherwise defaults where possible; None if none fits."""
+        """Map each (axis, value) pair to a point with this value, and defaults if possible; None if rules forbid the value."""
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and triples of values that a point covers. These are all that it contains, except for a point
-        with a value of `vacuous` or of a group in `apart` (default: the model's groups): it covers those with such a value.
+        """Yield the values, pairs and declared triples of values that a point covers. If a point has values of `vacuous` or of
+        groups in `apart` (None: the groups of the model), it covers only the combinations with a value of each such group.
         """
         groups = (self.vacuous, *(self._apart if apart is None else apart))
         present = [group for group in groups if not group.isdisjoint(point.items())]
@@ -264,8 +262,8 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all combinations of values in `goals` (default: all pairs and declared triples)
-        that the rules permit. At most `chosen` axes of a point have other values than their default (None: any number).
+        """Yield points that together contain all combinations of values in `goals` (None: all pairs and declared triples) that
+        the rules permit. At most `chosen` axes of a point have a value that is not their default (None: any number of axes).
         """
         # Each point is built greedily around a goal that no earlier point contains, triples first, as their points contain most
         # pairs.

@@ -1,4 +1,6 @@
-"""DeepSeek-V4's decode call over two pools, a window of tokens and compressed entries: its parameters, rules and tensors."""
+"""Define the parameters and rules of DeepSeek-V4's decode call, and build its tensors. The call reads two K/V pools: a window
+of the last tokens, and compressed entries of all tokens.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from lab.checks.parameters.paged_axes import (
     VACUOUS,
     softmax_axes,
 )
-from lab.checks.parameters.paged_calls import CACHE_LAYOUTS, TAILS, Lens, lens_of
+from lab.checks.parameters.paged_calls import TAILS, Lens, lens_of
 from lab.checks.parameters.values import (
     Bound,
     Cache,
@@ -109,8 +111,8 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 def dsv4_inputs(
     of: Chosen, _: Ranges, device: torch.device, lens: Lens | None = None, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of a configuration's call. For a graph replay, `lens` are other lengths, `seed` is added to the seed
-    of the data, `moved` means other pages, and the call has sinks.
+    """Return the tensors of the call that `of` describes. For a graph replay, the call has sinks and the lengths `lens`, `seed`
+    is added to the seed of the data, and the requests have other pages if `moved`.
     """
     has_sinks = lens is not None or of["sinks"] != Sinks.NONE
     lengths = lens or lens_of(of)
@@ -153,8 +155,7 @@ def _pools(call: BuiltCall) -> None:
         pages = call.given[name]
         if call.forms["far"] == name:  # the last page is one that rows read
             pages = pages[: _last_page(call, name == POOLS[0]) + 1]
-        if form in CACHE_LAYOUTS:
-            pages = CACHE_LAYOUTS[form](pages, 1)
+        pages = form.of(pages, 1)
         call.given[name] = pages.unsqueeze(2) if is_nhd else pages.unsqueeze(1) if form == Cache.FOUR_AXES else pages
     if is_nhd:
         call.given["kv_layout"] = "NHD"
@@ -167,7 +168,7 @@ def _pools(call: BuiltCall) -> None:
 
 
 def _join_pools(given: dict[str, Any]) -> None:
-    """Make both pools one tensor, in which the pages of compressed tokens follow those of the window."""
+    # One tensor has the pages of the window, and after them those of compressed entries.
     window, compressed = (given[name] for name in POOLS)
     places = given["sparse_indices"].clone()
     of_entries = places[:, WINDOW_COLUMNS:]

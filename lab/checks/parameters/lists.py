@@ -1,4 +1,4 @@
-"""The parameters of the function that writes, for each branch and step of a draft, the list of the K/V pool slots to read."""
+"""Define the parameters of `generate_draft_decode_kv_indices`, which lists the K/V pool slots that each draft step reads."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -47,9 +47,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
-    """Return the prefix length of each request in tokens. If `prefixes` is a number, one request has this length, and all other
-    requests are short.
-    """
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),

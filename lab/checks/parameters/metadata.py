@@ -1,5 +1,5 @@
-"""Judge the functions that build the metadata of attention calls for MHA, MLA and DeepSeek-V4, in two forward passes. The
-expected metadata is computed by loops over requests.
+"""Judge the functions that build the metadata of attention calls for MHA, MLA and DeepSeek-V4: for one batch, then for another
+one. The expected metadata is computed by loops over requests.
 """
 
 import copy
@@ -35,8 +35,6 @@ SLOTS = 3  # padding requests of a padded batch; also its number of padding rows
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The forward mode and the lengths of the requests of a forward pass, without tensors."""
-
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
@@ -87,7 +85,7 @@ def _tensors_of(*objects: Any) -> dict[str, Tensor]:
 
 
 def _watched(*objects: Any) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that returns, by name, the former contents of those tensors in the objects' attributes that changed."""
+    # The returned function returns copies, from before, of those tensors in attributes of `objects` that have changed.
     before = {name: tensor.clone() for name, tensor in _tensors_of(*objects).items()}
     return lambda: {name: old for name, old in before.items() if not torch.equal(old, _tensors_of(*objects)[name])}
 
@@ -95,8 +93,8 @@ def _watched(*objects: Any) -> Callable[[], dict[str, Tensor]]:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation's metadata builder, wrapped. If a call changes the batch or the pool, the wrapper records this
-    error with `features` (None: those of the last call), and restores the tensors.
+    """Return a wrapper of the implementation's metadata builder. If the builder changes a tensor of the batch or of the pool,
+    the wrapper records an error with `features` (None: the features of the last call), and restores the tensor.
     """
     function = run.function(interface)
 
@@ -114,7 +112,7 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata of a forward pass and of a later one. They must not change when their inputs change."""
+    """Judge the metadata of a forward pass and of a later pass. It must not change if the tensors of its batch change."""
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])

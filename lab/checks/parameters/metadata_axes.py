@@ -1,4 +1,4 @@
-"""The parameters (axes) of the functions that build attention metadata, with their values and the rules between them."""
+"""Define the parameters (axes) of the functions that build attention metadata, their values, and rules between values."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""For each judged function, the model of its calls: the parameters (called axes), their values, and the rules between values.
+"""Map each judged function to the model of its calls: the parameters (axes), their values, and rules between values.
 
 A `Configuration` is one call: a value for each parameter.
 """
@@ -25,8 +25,6 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 @dataclass(frozen=True)
 class CallFamily:
-    """The functions with which the judge builds the calls of one attention function."""
-
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
     # These functions change the arguments that no other attention function has, as a configuration says.
     forms: tuple[Callable[[BuiltCall], None], ...]
@@ -52,8 +50,8 @@ MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Configuration(Chosen):
-    """One call of a function, as a value for each axis (parameter) of the function's model. Its `repr`, which leaves out the
-    default values, makes an equal configuration. Raises ValueError if `values` names an axis that the model does not have.
+    """One call of a function: a value for each parameter (axis) of the function's model. The `repr` leaves out default values.
+    Raises ValueError if `values` names an axis that the model does not have.
     """
 
     def __post_init__(self) -> None:

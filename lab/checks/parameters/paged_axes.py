@@ -1,7 +1,7 @@
-"""The parameters (axes) of decode, context and MLA decode calls, with their values and rules.
+"""Define the parameters (axes) of decode, context and MLA decode calls, their values, and rules between values.
 
-The first value of each axis is its default. The last values of an axis are unusual ones, which many kernels refuse; they are
-left out if the caller has chosen the values of this parameter in `Ranges`.
+The first value of an axis is its default. The last values of an axis are unusual ones, which many kernels refuse. They are
+omitted if the user has chosen the values of this parameter in `Ranges`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Build the tensors and arguments of the call over a paged cache that a configuration describes."""
+"""Build the tensors and arguments of a call over a paged cache from a `Configuration`, a value for each parameter."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
@@ -41,16 +40,6 @@ WIDE = 4200  # columns of a wide page table: more than 4,096
 TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 PADDED = (Offsets.PADDED, Offsets.PADDED_WITH_NAN)
 FAR_ENTRY = 2**30  # far outside every pool
-# For a form of the cache: a function from K or V pages, and the number of their token axis (1 or 2), to pages in this form.
-CACHE_LAYOUTS: dict[Cache, Callable[[Tensor, int], Tensor]] = {
-    Cache.PAGES_APART: lambda pages, _: apart(pages, 0, pages[0].numel()),
-    Cache.TOKENS_APART: lambda pages, tokens: apart(pages, tokens, GAP),
-    Cache.HEADS_APART: lambda pages, tokens: apart(pages, 3 - tokens, GAP),
-    Cache.PAGES_AN_ELEMENT_APART: lambda pages, _: apart(pages, 0, 1),
-    Cache.TOKENS_AN_ELEMENT_APART: lambda pages, tokens: apart(pages, tokens, 1),
-    Cache.ODD_STRIDES: lambda pages, _: with_odd_strides(pages),
-    Cache.AT_16_BYTES: lambda pages, _: Layout.AT_16_BYTES.of(pages),
-}
 
 
 class Lens(NamedTuple):
@@ -107,7 +96,6 @@ def lens_of(of: Chosen) -> Lens:
 
 
 def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
-    """Return each request's number of query rows in a context or ragged call, by the configuration's value of "rows"."""
     unequal = CONTEXT_ROWS if of["requests"] <= REQUESTS else (1, 2, 3)
     rows = {Rows.UNEQUAL: unequal, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     q_lens = [rows[request % len(rows)] for request in range(of["requests"])]
@@ -118,7 +106,6 @@ def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
 
 
 def longest_requests(of: Chosen) -> list[int]:
-    """Return the indexes of the longest requests that have rows and keys. If there are none, return the last index."""
     count = of["requests"]
     empty = {*empty_requests(of["offsets"], count), *empty_requests(of["lengths"], count)}
     places: LongestRequest = of.get("longest_request", LongestRequest.LAST)
@@ -126,21 +113,17 @@ def longest_requests(of: Chosen) -> list[int]:
 
 
 def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths with 0 for the requests that the value `without` names; unchanged if it is no `Without`."""
     empty = empty_requests(without, len(lens))
     return tuple(0 if request in empty else length for request, length in enumerate(lens))
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set the numbers of keys of the longest requests in `kv_lens`, alternately to `longest()` and to half of it."""
+    """Set in `kv_lens` the number of keys of each longest request, in turn to `longest()` and to half of `longest()`."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 
 
 def fitted(kv_lens: Sequence[int], q_lens: Sequence[int], lengths: Any) -> tuple[int, ...]:
-    """Return each request's number of keys. A value `lengths` such as AS_ROWS gives it by the numbers of query rows; otherwise
-    it is the number in `kv_lens`, but at least as many as rows.
-    """
     of_rows: dict[Any, Sequence[int]] = {
         Lengths.AS_ROWS: q_lens,
         Lengths.OF_THE_NEXT: (*q_lens[1:], q_lens[0]),
@@ -155,7 +138,6 @@ def generator(of: Chosen) -> random.Random:
 
 
 def short_lens(rng: random.Random, tile: int, least: Sequence[int]) -> list[int]:
-    """Return a length for each request: a random one of `edge_lengths`; in a large batch, its value in `least` plus 0 to 46."""
     if len(least) > REQUESTS:
         return [fewest + 3 * request % 47 for request, fewest in enumerate(least)]
     edges = edge_lengths(tile, EQUAL)
@@ -193,8 +175,8 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors of a case with the lengths `lens`, for a graph replay. They have a random mask, and sinks where
-    possible. `seed` is added to the seed of the data, and `moved` means other pages.
+    """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has a random mask and, if possible,
+    sinks. `seed` is added to the seed of the data, and the requests have other pages if `moved`.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
@@ -207,13 +189,12 @@ def redrawn_paged(
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
-    form, case, k_pages, v_pages = of["cache"], inputs.case, inputs.k_pages, inputs.v_pages
+    form, case = of["cache"], inputs.case
     tokens = 1 if case.is_mla or case.storage.kv_layout == "NHD" else 2
-    if form in CACHE_LAYOUTS:
-        k_pages = CACHE_LAYOUTS[form](k_pages, tokens)
-        v_pages = k_pages if case.is_mla else CACHE_LAYOUTS[form](v_pages, tokens)
-    elif form == Cache.V_OTHERWISE:
-        v_pages = CACHE_LAYOUTS[Cache.PAGES_APART](v_pages, tokens)
+    k_pages = form.of(inputs.k_pages, tokens)
+    v_pages = k_pages if case.is_mla else form.of(inputs.v_pages, tokens)
+    if form == Cache.V_OTHERWISE:
+        v_pages = Cache.PAGES_APART.of(v_pages, tokens)
     elif form == Cache.V_INSIDE:
         v_pages = apart(v_pages, 2, GAP)
     elif form == Cache.K_IS_V:

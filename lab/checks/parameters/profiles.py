@@ -1,6 +1,6 @@
-"""Profiles of serving engines: which values an engine passes for each parameter of the judged functions.
+"""Read the profiles of serving engines: which values an engine passes for each parameter of the judged functions.
 
-`profiles.json` has the values and the lines of the engine's code that show them.
+`profiles.json` has the values, and the lines of the engine's code that show them.
 """
 
 import functools
@@ -49,7 +49,7 @@ class Profile:
         return f"{self.name} {self.version}"
 
     def of(self, interface: Interface) -> Mapping[str, Parameter]:
-        """Return the parameters of a function by name, with the values that the engine passes; {} if it does not call it."""
+        """Return the values that the engine passes to a function, by parameter; {} if the engine does not call the function."""
         own = [rows for names, rows in self.functions.items() if interface.name.lower() in names.split()]
         every = self.functions[EVERY] if own else {}
         return {name: parameter for rows in (every, *own) for name, parameter in rows.items()}
@@ -68,7 +68,7 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine may make the call of a verdict's case and, if results are wrong, one of the wrong calls."""
+        """Return True if the engine may make the call of the verdict's case and, if calls are wrong, one of the wrong calls."""
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
         # A check also makes variations of the case's call, which the engine may never make.

@@ -1,4 +1,6 @@
-"""The ragged context call, which is MLA without absorption over contiguous K and V: its parameters, rules and tensors."""
+"""Define the parameters and rules of the ragged context call, and build its tensors. The call is MLA without absorption, over
+contiguous K and V.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -278,8 +280,8 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has sinks and returns the LSE. The
-    data differ for each pair of `seed` and `moved`.
+    """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has sinks and returns the LSE. Each
+    pair of `seed` and `moved` gives other data.
     """
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)

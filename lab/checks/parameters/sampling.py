@@ -1,4 +1,4 @@
-"""Draw random configurations of a model (a value for each axis), and make one simpler while its case stays wrong."""
+"""Draw random points of a model (a value for each parameter), and make a point simpler while its case stays wrong."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from lab.checks.parameters.covering import Model, Point
 from lab.shrinking import halvings, smallest
 
-SEEDS = 2**30
+CASE_SEEDS = 2**30
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DrawnPoint:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
-        """Yield points that differ in `axis` alone: first with its default, then with smaller numbers, the smallest first."""
+        """Yield points that differ only in the value of `axis`: first its default, then smaller numbers, the smallest first."""
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -41,7 +41,9 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield random points without end. At least `fewest` axes (None: all) have a random value, all other axes their default."""
+    """Yield random points of a model without end. At least `fewest` axes (None: all axes) have a random value, and the other
+    axes have their default.
+    """
     rng, names = random.Random(seed), list(model.axes)
     while True:
         point: Point = {}
@@ -50,11 +52,11 @@ def samples(
             if (name, value) not in model.vacuous and model.fits({**point, name: value}, name):
                 point[name] = value
         if (whole := model.completed(point)) is not None:
-            yield DrawnPoint(model, whole, rng.randrange(SEEDS), make)
+            yield DrawnPoint(model, whole, rng.randrange(CASE_SEEDS), make)
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point, whose case `stays_wrong` accepts: with defaults, smaller numbers and seed 0 where possible."""
+    """Return a simpler point with defaults, smaller numbers and seed 0, as far as `stays_wrong` returns True for its case."""
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

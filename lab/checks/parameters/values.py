@@ -1,5 +1,5 @@
-"""Enums of the values that arguments of a judged call may have, other than numbers. Each member equals a text, such as "none",
-which the `repr` of a case contains.
+"""Define enums of the values that parameters of a judged call may have, other than numbers. Each member equals a text, such as
+"none", which the `repr` of a case contains.
 """
 
 import functools
@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.named_enum import TextEnum
 from lab.ranges import dtypes_of
+from lab.workloads.inputs.views import GAP, Layout, apart, with_odd_strides
 from lab.workloads.interfaces import Interface
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One call of a function: a value for each parameter (axis), and the seed of the data. Base class of `Configuration`."""
+    """One call of a function: a value for each parameter (axis), and the seed of the data. See `Configuration`."""
 
     interface: Interface
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # by axis; default values may be left out
@@ -75,7 +77,9 @@ class _Requests(TextEnum):
 
 
 class Without(_Requests):
-    """Which requests of a batch have no query rows, as the value of the axis "offsets", or no keys, as that of "lengths"."""
+    """Which requests of a batch have no query rows, if it is the value of the parameter "offsets". If it is the value of
+    "lengths": which requests have no keys.
+    """
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
@@ -95,18 +99,17 @@ class LongestRequest(_Requests):
 
 @functools.cache
 def empty_requests(without: Any, requests: int) -> frozenset[int]:
-    """Return the indexes of the requests that have no rows, or no keys, by the value `without`; none if it is no `Without`."""
     return frozenset(without.requests(requests) if isinstance(without, Without) else ())
 
 
 @functools.cache
 def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
-    """Return True if all longest requests have rows and keys by the value `without`, or if no request of the batch has."""
+    """Return True if `without` leaves rows and keys to all longest requests, or to no request of the batch."""
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 
 class Offsets(TextEnum):
-    """Whether `cum_seq_lens_q`, the row offsets of the requests, is passed, and with which numbers of rows."""
+    """Whether `cum_seq_lens_q` (the row offsets of the requests) is passed, and which numbers of rows the requests have."""
 
     PLAIN = "plain"
     NONE = "none"  # no offsets: all requests have the same number of rows
@@ -145,7 +148,7 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """How `bmm1_scale`, the scale of the logits, is passed: as a number or tensor, in base e or 2, and with which value."""
+    """How `bmm1_scale` (the scale of the logits) is passed: as a number or a tensor, for base e or base 2, and its value."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -175,7 +178,7 @@ class LogitScale(TextEnum):
 
 
 class ValueScale(TextEnum):
-    """How `bmm2_scale`, the scale of the output, is passed. 0.9 has many mantissa bits, so that rounding it shows."""
+    """How `bmm2_scale` (the scale of the output) is passed. 0.9 has many mantissa bits, so that its rounding shows."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -225,7 +228,7 @@ class Lse(TextEnum):
 
 
 class SeqLens(TextEnum):
-    """How `seq_lens` is passed: with which dtype, or AMID_OTHERS, as a view of a larger tensor of wrong lengths."""
+    """The dtype of `seq_lens`. With AMID_OTHERS, `seq_lens` is a view of a larger tensor of wrong lengths."""
 
     INT32 = "int32"
     UINT32 = "uint32"
@@ -240,7 +243,7 @@ class KeyOffsets(TextEnum):
 
 
 class Bound(TextEnum):
-    """Which upper bound of the requests' lengths is passed as a number on the host, such as `max_kv_len`."""
+    """The value of an upper bound of the requests' lengths that is passed as a number, such as `max_kv_len`."""
 
     OF_THE_TABLE = "of the table"  # the tokens in a row of the page table
     EXACT = "exact"  # the longest length
@@ -251,7 +254,7 @@ class Bound(TextEnum):
 
 
 class Tables(TextEnum):
-    """The memory layout and width of `block_tables`, and its entries after a request's last page."""
+    """The memory layout and width of `block_tables` (the page tables), and the entries after a request's last page."""
 
     PLAIN = "plain"
     ROWS_APART = "rows apart"
@@ -272,18 +275,18 @@ class Pages(TextEnum):
 
 
 class Cache(TextEnum):
-    """The memory layout of `kv_cache`: gaps, alignment, number of axes, and whether K and V are one tensor."""
+    """The memory layout of `kv_cache`: its gaps, alignment and number of axes, and whether K and V are one tensor."""
 
     PLAIN = "plain"
-    PAGES_APART = "pages apart"
-    TOKENS_APART = "tokens apart"
-    AT_16_BYTES = "at 16 bytes"
+    PAGES_APART = "pages apart", None, False, lambda pages, _: apart(pages, 0, pages[0].numel())
+    TOKENS_APART = "tokens apart", None, False, lambda pages, tokens: apart(pages, tokens, GAP)
+    AT_16_BYTES = "at 16 bytes", None, False, lambda pages, _: Layout.AT_16_BYTES.of(pages)
     # A gap of one element: the strides are no multiples of 16 bytes, which a kernel may decline.
-    PAGES_AN_ELEMENT_APART = "pages an element apart"
-    TOKENS_AN_ELEMENT_APART = "tokens an element apart"
-    HEADS_APART = "heads apart", False
-    ODD_STRIDES = "odd strides", False
-    V_OTHERWISE = "V otherwise", False
+    PAGES_AN_ELEMENT_APART = "pages an element apart", None, False, lambda pages, _: apart(pages, 0, 1)
+    TOKENS_AN_ELEMENT_APART = "tokens an element apart", None, False, lambda pages, tokens: apart(pages, tokens, 1)
+    HEADS_APART = "heads apart", False, False, lambda pages, tokens: apart(pages, 3 - tokens, GAP)
+    ODD_STRIDES = "odd strides", False, False, lambda pages, _: with_odd_strides(pages)
+    V_OTHERWISE = "V otherwise", False  # V's pages as with PAGES_APART
     # Gaps inside V's pages and none in K's: between tokens in HND, between heads in NHD.
     V_INSIDE = "V otherwise inside pages", False
     ONE_TENSOR = "one tensor", False, True  # each page of V follows its page of K
@@ -292,9 +295,15 @@ class Cache(TextEnum):
     FOUR_AXES = "4-D", True
     FOUR_AXES_ODD_STRIDES = "4-D with odd strides", True
 
-    def __init__(self, _: str, is_of_mla: bool | None = None, is_one_tensor: bool = False) -> None:
-        self.is_of_mla = is_of_mla  # True: only MLA calls have the form; False: only other calls; None: all calls
-        self.is_one_tensor = is_one_tensor  # whether K and V are passed as one tensor
+    def __init__(
+        self,
+        _: str,
+        is_of_mla: bool | None = None,  # True: only MLA calls have the layout; False: only other calls; None: all calls
+        is_one_tensor: bool = False,  # whether K and V are passed as one tensor
+        # From pages of K or V, and the number of their token axis (1 or 2), to pages in this layout
+        of: Callable[[Tensor, int], Tensor] = lambda pages, _: pages,
+    ) -> None:
+        self.is_of_mla, self.is_one_tensor, self.of = is_of_mla, is_one_tensor, of
 
 
 class KV(TextEnum):
@@ -312,7 +321,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch of a forward pass is padded: with padding requests (slots) of length 0 or 1, or only with query rows."""
+    """How the batch of a forward pass is padded: with requests of length 0 or 1, or only with query rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0

@@ -1,4 +1,4 @@
-"""The checks of the judge, which tests attention kernels for correctness. Each module is one check, such as K4 (poison). Its
+"""The checks of the judge, which tests attention kernels for correctness. Each check, such as K4 (poison), is a module, whose
 docstring says which errors the check finds.
 """
 
@@ -11,7 +11,7 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks K1 to S2, sorted by key. R1 (recorded calls) and the checks of the module `invariance` are left out.
+    """Return the checks, sorted by key, except R1 (recorded calls) and the checks of the module `invariance`.
 
     K1 to K15 judge single attention calls, K16 and K17 the metadata of a batch, and K18 combinations of arguments. L1 judges
     the KV index lists of a speculative draft, M1 to M3 forward passes, and S1 and S2 CUDA graph replays.
@@ -23,7 +23,6 @@ def checks() -> tuple[Check, ...]:
 
 @functools.cache
 def checks_by_key() -> dict[str, Check]:
-    """Return all checks by key: those of `checks()`, R1 (recorded calls), and those of the module `invariance`."""
     recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
     factors = importlib.import_module(f"{__name__}.invariance").FACTORS
     return {check.key: check for check in (*checks(), recorded, *factors)}

@@ -1,4 +1,4 @@
-"""The class of the judge's checks: a check has a key such as K4, test cases, and a function that judges a kernel on a case."""
+"""Define the checks of the judge: a check has a key such as K4, test cases, and a function that judges a kernel on a case."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """The arguments of a check's fixed (not random) cases: the function, the values of each parameter, and the level."""
+    """What determines the fixed (not random) cases of a check: the judged function, the parameter values, and the level."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have
@@ -45,12 +45,11 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield `smoke` or `full` random cases, by level. All values of a parameter occur equally often."""
+        """Yield `full` random cases at the full level, else `smoke`. All values of a parameter occur equally often."""
         num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
-        """Return the case with the fewest heads in the ranges, so that it runs faster."""
         if case.is_mla:
             return replace(case, group=min(self.ranges.mla_heads))
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
@@ -88,7 +87,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """Return the check's name in snake_case, such as "poison", or its key if it has no name."""
+        """Return the check's name in snake_case, such as "poison"; its key if it has no name."""
         return CHECKS.get(self.key, self.key)
 
     @property
@@ -96,7 +95,7 @@ class Check:
         return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed (not random) cases for a function. Only the cases of check K18 depend on the shard."""
+        """Return the fixed (not random) cases for a function. Only K18 divides them by `shard`, the part of a divided run."""
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases

@@ -54,7 +54,7 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Judge the KV index lists of the draft that `run.case` describes, then the lists of another draft in the same buffers."""
+    """Judge the KV index lists of the speculative draft in `run.case`, then those of another draft in the same buffers."""
     of: Configuration = run.case
     given = {name: value for name, value in of.values.items() if name in DraftListsCase.__dataclass_fields__}
     given |= {"dtypes": {name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES}}

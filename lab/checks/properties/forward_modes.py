@@ -41,7 +41,7 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield forward passes of a model in each forward mode of the MHA backend. Prefixes in `long` exceed the sliding window."""
+    """Yield forward passes of the model `name` in each forward mode. The prefixes in `long` exceed the sliding window."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
         return ForwardCase(mode, name, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **settings)
@@ -105,7 +105,6 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 def vllm_cases(ranges: Ranges, page_size: int, q_lens: Sequence[int]) -> Iterator[ForwardCase]:
     """Yield forward passes of vLLM: padded as in a CUDA graph, or split into a decode call and a context call."""
     prefixes, windows = (0, page_size - 1, page_size, 300), itertools.cycle(ranges.windows_of(geometry(ranges.tiny)))
-
     shared = {"page_size": page_size, "contents": Contents.NEEDLES, **_first_dtypes(ranges)}
     decode = ForwardCase(ForwardMode.EXTEND, ranges.tiny, prefixes, (1,) * 4, **shared)
 
@@ -172,7 +171,7 @@ def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield forward passes that cover all pairs of settings, and all triples of mode, model, and page size or window."""
+    """Yield forward passes that cover all pairs of settings, and some triples of settings (`triples`)."""
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
@@ -213,7 +212,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a forward pass. Expect the output that follows from the requests' K/V histories, and no write to anything else."""
+    """Run a forward pass. Expect the output that follows from the requests' K/V histories, and no write to other memory."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
@@ -235,7 +234,7 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
         raise
     finally:
         run.expect("around out", wrong_guards("its output", around))
-        run.expect_unchanged("the inputs", forward.inputs(), before)
+        run.expect_unchanged(forward.inputs(), before)
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:

@@ -31,7 +31,9 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield the graph replays of a level as (graph mode, replay sequence, turn). Callers vary further settings by `turn`."""
+    """Yield (graph mode, replay sequence, turn) for each case of the level. `turn` is a number by which a caller chooses
+    further settings in turn.
+    """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
         return
@@ -81,8 +83,8 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the replay sequence of a case, and record its first error. `make` returns the graph runner, which captures and
-    replays passes.
+    """Run the replay sequence of a case, and record its first error. `make` returns the graph runner that captures and replays
+    the passes.
 
     Raises:
         Unsupported: the implementation refuses a call at capture.
@@ -108,7 +110,6 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
 
 
 def _wrongs(sequence: ReplaySequence, fixture: ReplayFixture) -> Iterator[str]:
-    """Run a replay sequence, and yield a sentence for each error."""
 
     def replayed(*batches: ForwardBatch) -> Iterator[str]:
         for number, batch in enumerate(batches):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun, GivenCall, Inputs
+from lab.checks.case_run import CaseRun, Inputs
 from lab.checks.properties.check import Check, itself
 from lab.references.errors import Truth
 from lab.workloads.inputs.call import BuiltCall
@@ -27,8 +27,7 @@ def _judge(run: CaseRun) -> None:
     among = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         among["sinks"] = embedded(inputs.sinks, float("nan"))
-    arguments = given.arguments() | {"workspace_buffer": workspace} | among
-    result = run.call(GivenCall(inputs.interface, arguments))
+    result = run.call(given, workspace_buffer=workspace, **among)
     run.expect_close("inputs among guards", result, truth)
     run.expect("around the workspace", wrong_guards("the workspace", around_workspace))
 
@@ -37,11 +36,11 @@ def _judge(run: CaseRun) -> None:
     if run.vary("lse", inputs, lse=lse, return_lse=True) is not None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))
-    run.expect_unchanged("the inputs", given.read, before)
+    run.expect_unchanged(given.read, before)
 
 
 def expect_into_out(run: CaseRun, inputs: Inputs, out: Tensor, truth: Truth, **changes: Any) -> None:
-    """Make a call with `out` between guard bytes. Expect the right output in it, and no write around it."""
+    """Make a call with a copy of `out` between guard bytes. Expect the right output in it, and unchanged guard bytes."""
     out, around = guarded(out)
     result = run.vary("out", inputs, out=out, **changes)
     if result is not None:

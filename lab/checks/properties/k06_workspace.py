@@ -62,7 +62,7 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call with NaN, then large values, in its workspace's scratch, which is returned. Expect the bits of `first`."""
+    """Repeat a call with NaN, then large values in its scratch memory, and return this memory. Expect the bits of `first`."""
     scratch = scratch_of(call.given["workspace_buffer"], counts)
     for what in filled(scratch):
         run.expect_equal_bits(what, run.again(call), first)
@@ -70,7 +70,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the bytes after a workspace's counters; all bytes if the kernel has no counters and wrote to the first bytes."""
+    """Return the bytes after a workspace's counters; all bytes if the kernel uses the first bytes and has no counters there."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counts and semaphores.any() else scratch
 
@@ -82,7 +82,7 @@ def filled(scratch: Tensor) -> Iterator[str]:
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with another workspace. Expect the bits of `first`, and no write to the first workspace's `scratch`."""
+    """Repeat a call with another workspace. Expect the bits of `first`, and no write to the former `scratch`."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def batch_sizes(inputs: CallInputs, times: Sequence[int] = (2,)) -> Iterator[Variant]:
-    """Yield calls with other batch sizes: request 0 alone, and for each n in `times` the whole batch n times in one call."""
+    """Yield calls with other batch sizes: request 0 alone, then for each n in `times` a batch with each request n times."""
     yield part(inputs, "request 0 alone", [0])
     every = range(len(inputs.q_lens))
     for each in times:

@@ -44,14 +44,13 @@ def _judge(run: CaseRun) -> None:
 
 
 def single_rows(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls with one query row of each request and the keys up to this row, from the last row backwards."""
+    """Yield calls with one query row of each request and the keys up to this row: the last rows, then the rows before them."""
     for back in range(min(inputs.q_lens)):
         rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
         yield part(inputs, f"the row {back} before the last, by itself", range(len(rows)), rows)
 
 
 def halves(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with the first half of each request's query rows and the keys up to them, and with the second half."""
     firsts = [range(q_len // 2) for q_len in inputs.q_lens]
     rests = [range(q_len // 2, q_len) for q_len in inputs.q_lens]
     for what, rows in (("the first half of the rows", firsts), ("the second half of the rows", rests)):

@@ -94,11 +94,14 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Judge the replays of a captured call with several batches. Judge the same call also eagerly and, if the kernel has it, by
-    `prepare_<name>` or `plan_<name>`, which return a function that makes the call.
+    """Judge the replays of a captured call with several batches. Judge the same call also eagerly and, if the kernel has these
+    functions, by `prepare_<name>` and `plan_<name>`, which return a function that makes the call.
 
-    `make` builds the tensors of a batch, `room` has the lengths of the largest batch, and `forms` are the optional arguments.
-    `waits`: whether requests may have other numbers of query rows in a replay than at capture.
+    Args:
+        make: builds the tensors of a batch.
+        forms: the optional arguments of the call.
+        room: the lengths of the largest batch.
+        waits: whether requests may have other numbers of query rows in a replay than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -141,7 +144,6 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: Any) -> Make:
-    """Return make(lens, seed, moved), which builds the case with other lengths and data and, if `moved`, on other pages."""
     return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
@@ -181,7 +183,6 @@ def _short(largest: Lens, waits: bool) -> Lens:
 
 
 def shrunk(largest: Lens) -> Lens:
-    """Return lengths with the row counts of `largest` in reversed order and half as many keys, but at least one key per row."""
     q_lens = largest.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in largest.kv_lens))), q_lens)
 
@@ -192,7 +193,7 @@ def another(largest: Lens) -> Lens:
 
 
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that replays the call's CUDA graph. Without a GPU, it makes the call eagerly."""
+    """Capture a call in a CUDA graph, and return a function that replays it. On a CPU, this function makes the call eagerly."""
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:  # None: the call reads offsets on the host
         return made_again(run, call)
     stream = torch.cuda.Stream()
@@ -227,7 +228,9 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """A call that is repeated on the tensors of the largest batch (`room`), as in a CUDA graph. Each batch overwrites them."""
+    """A call that is repeated for several batches, as in a CUDA graph: its tensors have the sizes of the largest batch
+    (`room`), and the contents of each batch overwrite them.
+    """
 
     def __init__(self, run: CaseRun, room: BuiltCall, first: BuiltCall, make: Maker = captured) -> None:
         self.run, self.call = run, GivenCall(room.interface, room.given)
@@ -240,7 +243,7 @@ class Replay:
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Make the call of a batch eagerly, with its longest length as the host bound of lengths, and judge the output."""
+        # Make the call eagerly. The bound of the lengths, such as `max_seq_len`, is the longest length of the batch.
         self._load(batch)
         self._clear_out()
         bounds = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}

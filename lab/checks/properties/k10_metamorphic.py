@@ -89,7 +89,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of each size in the ranges. If 128 is one of them, also use `LARGE_PAGE`."""
+    """Yield the call with the same keys in pages of other sizes: each size in the ranges and, with 128, also `LARGE_PAGE`."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)
@@ -144,7 +144,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def bounds(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    """Yield the call with other host bounds of lengths (such as max_seq_len), and with wider page tables."""
+    """Yield the call with other bounds of the lengths, such as `max_seq_len`, and with wider page tables."""
     longest = max(*inputs.kv_lens, 1)
     room = longest if isinstance(inputs, RaggedInputs) else inputs.max_seq_len
     for value in (longest, 4 * room):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.case_run import CaseRun, GivenCall
+from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.variants import Variant
 from lab.workloads.attention_case import AttentionCase
@@ -28,7 +28,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     arguments = inputs.arguments()
-    first = run.call(GivenCall(inputs.case.interface, arguments)).copied()
+    first = run.call(inputs, **arguments).copied()
     run.expect_close("the first launch", first, inputs.truth())
     for variant in launches(run, inputs, arguments):
         run.expect_equal_bits(variant.what, run.again(variant.inputs, **variant.changes), first)
@@ -37,7 +37,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def launches(run: CaseRun, inputs: CallInputs, arguments: dict[str, Any]) -> Iterator[Variant]:
-    """Yield the same call `LAUNCHES` times. On a GPU, matrix products run on another stream at the same time."""
+    """Yield the same call `LAUNCHES` times. On a GPU, start matrix products on another stream before each call."""
     stream = matrix = None
     if run.device.type == "cuda":
         stream, matrix = torch.cuda.Stream(run.device), torch.randn(2048, 2048, device=run.device)

@@ -111,7 +111,7 @@ def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
 
 
 def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
-    """Make the calls at once, each on its own stream with its own workspace. Expect the bits of the calls in sequence."""
+    """Make the calls at the same time, each on its own stream. Expect the bits of the same calls made one after another."""
     calls = [(each, each.arguments(), torch.cuda.Stream(run.device)) for each in inputs]
     results = [run.again(each, **arguments) for each, arguments, _ in calls]
     alone = [result.copied() for result in results]
@@ -132,7 +132,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
 
 
 def calls_between(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Yield cases that differ from `case` in one property, each as (the difference in words, case)."""
+    """Yield cases that differ from `case` in one property, as pairs (the difference in words, the case)."""
     if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))

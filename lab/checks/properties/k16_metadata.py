@@ -55,7 +55,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Expect that metadata shares no memory with its batch, which has int32 lengths that a builder need not convert."""
+    """Expect that metadata shares no memory with the batch, even if the batch has int32 lengths, as metadata has."""
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
     batch = replace(forward.batch, **of_batch)
@@ -64,7 +64,7 @@ def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any]
 
 
 def expect_attention(run: CaseRun, forward: EnginePass) -> None:
-    """Run reference attention with the metadata of a pass. Expect the output that follows from the requests' K/V histories."""
+    """Compute attention with the metadata of a pass. Expect the output that follows from the requests' K/V histories."""
     out, what = forward.new_out(), "attention by this metadata"
     try:
         forward.run(references, out)

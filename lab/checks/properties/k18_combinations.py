@@ -47,7 +47,7 @@ E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
 
 class UsualRanges(Ranges):
-    """Ranges without the unusual values that check K18 adds to the default ranges, and that kernels often decline."""
+    """Ranges without the unusual values, such as head_dim 512, that check K18 adds to the default ranges."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -83,7 +83,7 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that combine each value whose cases were all declined with every judged value."""
+    """Yield cases that combine each value that has only declined cases with every judged value."""
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:  # an axis has no judged value
@@ -100,7 +100,7 @@ def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iter
 def _left_in_circumstances(
     chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases for judged values in the circumstances (such as long requests) in which they were not judged yet."""
+    """Yield cases with judged values in circumstances (such as long requests) in which these values were not judged yet."""
     model = _model(scope)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):

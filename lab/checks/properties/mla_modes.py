@@ -22,7 +22,7 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield forward passes in each mode of the MLA decode kernel. `dims` are the layer's sizes, fields of `MLACase`."""
+    """Yield forward passes in each mode of the MLA decode kernel. `dims` has the sizes of the layer, fields of `MLACase`."""
     case: Callable[..., MLACase] = partial(MLACase, page_size=page_size, **dims)
     prefixes, unequal = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300), (5, 1, 2, 4, 3, 1)
     equal, ones = (3,) * len(prefixes), (1,) * len(prefixes)
@@ -78,7 +78,9 @@ def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
 
 
 def two_pool_cases(q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield forward passes of DeepSeek-V4. Rows see fewer tokens than the window, or more entries than the indexer selects."""
+    """Yield forward passes of DeepSeek-V4. Some rows see fewer tokens than the window has, and some rows more compressed
+    entries than the indexer selects. `dims` has the sizes of the layer, fields of `MLACase`.
+    """
     prefixes, ones, equal = (0, 126, 127, 300, 700), (1,) * 5, (q_len,) * 5
     case: Callable[..., MLACase] = partial(MLACase, prefix_lens=prefixes, page_size=128, qk_rope_head_dim=0, **dims)
     yield case(ForwardMode.DECODE, q_lens=ones, compress_ratio=4, index_topk=130)

@@ -68,7 +68,7 @@ def _judge(run: CaseRun) -> None:
     before = {name: value.clone() for name, value in inputs.items()}
     own = _with_lse(run, "new tokens", call) or run.call(call)
     run.expect_close("new tokens", own, new.truth())
-    run.expect_unchanged("the inputs", inputs, before)
+    run.expect_unchanged(inputs, before)
     backend = _Backend(run)
     what = "new tokens as a backend calls it"
     with run.noting(what):
@@ -108,7 +108,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """A serving engine's MLA backend with the requests of a case. It makes the calls of a prefill and merges their outputs."""
+    """A serving engine's MLA backend with the requests of a case: it makes the calls of a prefill and merges their outputs."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case

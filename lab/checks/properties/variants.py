@@ -1,4 +1,6 @@
-"""Variants of a call, which differ from it in one factor, such as the batch size, on which no row's result should depend."""
+"""Define variants of a call. A variant differs from the call in one factor, such as the batch size, on which no result of a row
+should depend.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +20,16 @@ Maker = Callable[[CaseRun, GivenCall], Callable[[], Result]]
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the call eagerly. If a call after the first is refused, the function raises KernelError."""
+    """Return a function that makes the call eagerly. If it is refused after it was accepted once, the function raises
+    KernelError.
+    """
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A call that differs from a base call in one factor, such as the batch size. Equal rows should have equal results."""
+    """A call that differs from a base call in one factor, such as the batch size. Results of the same rows should be equal."""
 
     what: str  #: the difference in words, such as "request 0 alone"
     inputs: CallInputs  #: the tensors of the call
@@ -43,9 +47,11 @@ def part(
 ) -> Variant:
     """Return the base call with some of its requests, in any order, or with some query rows of the requests.
 
-    `requests` are indices, which may repeat. `rows` has the range of query rows of each request, None for all rows. A request
-    keeps the keys up to its last row. If repeated requests give more rows than the base call has, the further rows have no
-    equal row (-1).
+    Args:
+        requests: indexes of requests of the base call, which may repeat.
+        rows: the range of query rows of each request; None for all rows. A request keeps the keys up to its last row.
+
+    If repeated requests give more rows than the base call has, `Variant.rows` is -1 for the further rows.
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]
@@ -77,5 +83,4 @@ def part(
 
 
 def _but_last(seen: Tensor, count: int) -> Tensor:
-    """Return a mask of keys, bool [kv_len, num_kv_heads], without the last `count` keys that each head sees."""
     return seen & (seen.flip(0).cumsum(0).flip(0) > count)

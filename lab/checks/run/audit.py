@@ -1,8 +1,7 @@
 """Audit a run of the judge: make the calls of some right cases again, and judge the outputs in a process without the kernel.
 
-A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the kernel's
-process only sends its output. It cannot recognise an audited case, because it sends the first output of every case of the
-audited checks.
+A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the process with
+the kernel only sends its output. It cannot recognise an audited case, because it sends the first output of every case.
 """
 
 import random
@@ -32,8 +31,8 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Return a list of random RIGHT verdicts for each function. In each list, up to `AUDITED` verdicts are on configurations,
-    and as many on cases of other types, whose seed is replaced by a secret one.
+    """Return for each function a list of random RIGHT verdicts: up to `AUDITED` on cases of the type `Configuration`, and up to
+    `AUDITED` on other cases, whose seed is replaced by a random one that the kernel cannot know.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}
@@ -57,8 +56,8 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases again, and yield the new verdicts: one for each function, and more until `is_over()` is true. If
-    the lab could judge none of a function's audited cases, the function's last verdict is FAILED.
+    """Judge some right cases of each function again, and yield the new verdicts. After the first case of a function, stop if
+    `is_over()` is true. If the lab can judge none of a function's cases again, the last verdict on this function is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = False
@@ -73,7 +72,9 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case again in a worker. If it is right, return the judgement on its output of a process without the kernel."""
+    """Judge a case again in a worker process. If it is right, send its output to a process without the kernel's code, and
+    return the judgement of this process.
+    """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:
         return dishonest(replace(judged, judged=0), REFUSED_NOW)
@@ -83,8 +84,8 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Ranges = USUAL_RANGES) -> Judged:
-    """Compare the output that a worker sent with the expected output of the case's first call. The outcome is DECLINED if a
-    worker sends no output of such a case (no rows, or more than `MOST_SAVED_ELEMENTS`), or if the memory does not suffice.
+    """Compare the output that a worker sent with the expected output of the case's first call. The outcome is DECLINED if the
+    output is too large to be sent (more than `MOST_SAVED_ELEMENTS`), if it has no rows, or if the memory does not suffice.
     """
     where = torch.device(device)
     run = CaseRun(None, case, where)

@@ -1,5 +1,5 @@
-"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size. For each factor, a check compares
-the outputs of calls that differ only in the factor.
+"""Find out whether the bits of a kernel's outputs depend on factors, such as the batch size. For each factor, the judge
+compares the outputs of calls that differ only in this factor.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Answer(NamedEnum):
 
 @dataclass(frozen=True)
 class Dependence(CheckSummary):
-    """Whether the bits of one function's outputs, with one pair of query and key dtypes, depend on one factor."""
+    """Whether the bits of one function's outputs, for one pair of query and key dtypes, depend on one factor."""
 
     dtypes: str  # dtypes of query and keys, such as "bf16/e4m3"
 
@@ -56,11 +56,10 @@ class Dependence(CheckSummary):
 
     @property
     def most_ulps(self) -> float:
-        """Return the largest difference between outputs that should be equal, in units in the last place; 0 if none differs."""
         return max((each.ulps for verdict in self.verdicts for each in verdict.judged.differences), default=0.0)
 
     def smallest(self, answer: Answer) -> CaseVerdict | None:
-        """Return the verdict with this answer on the case with the fewest keys; None if no verdict has this answer."""
+        """Return the verdict with this answer whose case has the fewest keys; None if there is none."""
         found = (verdict for verdict in self.verdicts if Answer.of(verdict) is answer)
         return min(found, key=lambda verdict: (sum(verdict.case.kv_lens), verdict.case.head_dim), default=None)
 
@@ -93,7 +92,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return, for functions and dtypes with a judged call, each required factor whose answer is not SAME."""
+        """Return the dependences on required factors whose answer is not SAME, for functions and dtypes with a judged call."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)

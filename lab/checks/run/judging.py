@@ -1,4 +1,4 @@
-"""Judge one case in this process, and find out whether the kernel changed the judge's functions or settings meanwhile."""
+"""Judge one case in this process, and find out whether the kernel changed functions or settings of the judge."""
 
 import functools
 import math
@@ -76,13 +76,13 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 @functools.cache
 def noted() -> Bindings:
-    """Record the judge's functions and settings at the first call, before a kernel runs. Return this record in each call."""
+    """Return a record of the judge's functions and settings. It is made by the first call, before a kernel runs."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
 def note_current() -> None:
-    """Replace the record of `noted` if functions or settings have changed: changes between two runs are not a kernel's."""
+    """Replace the record of `noted` if functions or settings have changed. Changes between two runs are not by a kernel."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
@@ -90,7 +90,7 @@ def note_current() -> None:
 
 def judge_task(implementation: Any, task: Task) -> Judged:
     """Judge a case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge. Raises
-    TooLate if the task's end time has passed.
+    TooLate if the time `task.end` has passed.
     """
     if time.monotonic() > task.end:
         raise TooLate
@@ -210,7 +210,7 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks whose keys or names are in `only`, in the order of keys, then the `Check` objects in it. Return all
+    """Return the checks in `only`: first those given by key or name, in the order of keys, then the `Check` objects. Return all
     checks if `only` is empty.
     """
     given = [each for each in only if isinstance(each, Check)]

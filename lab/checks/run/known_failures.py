@@ -1,4 +1,4 @@
-"""Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
+"""List the known failures of kernels: the kernel, the GPU, the cases that are wrong, and the page that describes the failure.
 
 The outcome of a wrong case becomes KNOWN, instead of WRONG, if known failures explain every sentence about its errors.
 """
@@ -37,7 +37,7 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if a failing release of the package is installed, or if the failure depends on no release. `release_of`
+        """Return True if a failing release of the package is installed, or if the failure occurs in any release. `release_of`
         returns the installed release of a package.
         """
         release = release_of(self.package) if self.package else ""
@@ -47,7 +47,7 @@ class FailingKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A known failure of a kernel: the checks that show it, a pattern of error sentences, and predicates of cases."""
+    """A known failure of a kernel: the checks that show it, a pattern of the error sentences, and predicates of the cases."""
 
     kernel: FailingKernel  #: the kernel that fails
     checks: tuple[str, ...]  #: keys of the checks that show the failure, such as "K2"
@@ -117,8 +117,8 @@ def some_request(is_so: Callable[[Any, int], bool]) -> Predicate:
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Predicate:
-    """Return a predicate that is true if `is_so(case, request)` is true for each request that the error sentence lists. For a
-    sentence without requests it is false or, with `some_if_unnamed`, true if `is_so` is true for some request of the case.
+    """Return a predicate that is true if `is_so(case, request)` is true for each request that the error sentence names. If the
+    sentence names no request, the predicate is false or, if `some_if_unnamed`, whether `is_so` is true for some request.
     """
 
     def holds(case: Any, sentence: str) -> bool:

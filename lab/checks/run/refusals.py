@@ -1,4 +1,4 @@
-"""The exceptions that count as refusals of a call. Only a process that loads the kernel imports them, by their names."""
+"""Define which exceptions count as refusals of a call, by their names. Only a process that loads the kernel imports them."""
 
 import builtins
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from lab.loading import LoadError, is_same_module, load, name_of
 
 @dataclass(frozen=True)
 class Refusals:
-    """The exceptions that count as refusals of a call, by their names. An exception may be in the kernel's module, so that only
-    a process that loads the kernel may call `resolve`, which imports them.
+    """The exceptions that count as refusals of a call, by their names. The method `resolve` imports them. Only a process that
+    loads the kernel may call it, because an exception may be defined in the kernel's module.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
@@ -25,7 +25,7 @@ class Refusals:
         Args:
             names: the list. A name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
                 of a file ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
-            kernel: name of the kernel, or "". Other names of the kernel's module are replaced, so that it is loaded once.
+            kernel: name of the kernel, or "". Its module is loaded once, even if the list names this module in another way.
         """
         own, found = kernel.partition(":")[0], dict[str, str]()
         for name in filter(None, map(str.strip, names.split(","))):

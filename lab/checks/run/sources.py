@@ -8,7 +8,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the judged functions that an implementation has, and a digest of its sources and the lab's. The digest is "" if
-    `name`, the name of the implementation, is empty.
+    """Return the judged functions that an implementation has, and a digest of the sources of the implementation and the lab.
+    The digest is "" if `name`, the name of the implementation, is "".
     """
     return interfaces_of(implementation), _digest(name) if name else ""
 
@@ -87,8 +87,6 @@ def _words(source: bytes) -> frozenset[str]:
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
-    # A cache of this digest alone: files change between two.
-    names_in = functools.cache(_names_in)
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
@@ -98,31 +96,19 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
             for level, name in imports
             for folder in (path.parents[level - 1 : level] if level else roots)
         }
-        names = {file for folder, name in wanted - tried for file in _files_of(str(folder), name, names_in)}
-        new = {file for file in map(Path, names) if file.is_file()} - paths - found - without
+        named = {file for folder, name in wanted - tried for file in _files_of(folder, name)}
+        new = set(filter(Path.is_file, named)) - paths - found - without
         tried |= wanted
         found |= new
         left += new
     return found
 
 
-def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
+def _files_of(folder: Path, name: str) -> Iterator[Path]:
     for part in name.split("."):
-        names = names_in(folder)
-        if f"{part}.py" in names:
-            yield f"{folder}/{part}.py"
-        if part not in names:
-            return
-        folder = f"{folder}/{part}"
-        if "__init__.py" in names_in(folder):
-            yield f"{folder}/__init__.py"
-
-
-def _names_in(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:
-        return frozenset()
+        yield folder / f"{part}.py"
+        folder /= part
+        yield folder / "__init__.py"
 
 
 @functools.cache
@@ -143,7 +129,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in the report at `path`, by key; none if there is no report, or the digest of its run differs."""
+    """Return the verdicts in the report at `path`, by key; none if there is no report, or the report has another digest."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

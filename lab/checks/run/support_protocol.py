@@ -1,4 +1,4 @@
-"""The support protocol: which errors of an implementation are refusals of a call, and which are failures.
+"""Call an implementation, and decide which of its errors are refusals of the call, and which are failures.
 
 A refused call is repeated with equivalent arguments, such as without `out`, so that the kernel can be judged nevertheless.
 """
@@ -47,8 +47,8 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if it refused after it
-    had written to its output or, by a torch operation, to another argument than the workspace.
+    """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if it had written
+    before to its output or, by a torch operation, to another argument except the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -57,7 +57,7 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
 
 
 class Unjudgeable(Unsupported):
-    """The lab cannot judge the case on this machine, whatever the implementation does."""
+    """The lab cannot judge the case on this machine, for any implementation."""
 
 
 class KernelError(Exception):
@@ -159,11 +159,9 @@ def _is_refusal(
 
 
 def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
-    """Return True if a `raise` or `assert` statement of the implementation, or of a package that it calls directly, raised an
-    error. `packages` has the package of each frame of the error's traceback.
-    """
+    # True if a `raise` or `assert` statement of the implementation, or of a package that it calls directly, raised the error.
     # An error of Python itself ("too many values to unpack"), of a framework, of Python's library or of a package further down
-    # is no decision to refuse the call.
+    # is no decision to refuse the call. `packages` has the package of each frame of the error's traceback.
     if not packages:  # a compiled function
         return True
     last: Any = error.__traceback__
@@ -186,7 +184,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the name by which `--refusals` finds an error's class; "" if the class is of another package than `function`."""
+    """Return the name of an error's class for the option `--refusals`; "" if `function` is in another package."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -255,7 +253,7 @@ def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
 
 
 class KernelCalls:
-    """Makes the calls to an implementation in one case, and repeats a refused call with equivalent arguments."""
+    """Makes the calls of one case to an implementation, and repeats a refused call with equivalent arguments."""
 
     def __init__(self, implementation: Any, note: Callable[[str], None], refusals: Refused | None = None) -> None:
         self.implementation, self.note, self.refusals = implementation, note, refusals
@@ -272,7 +270,7 @@ class KernelCalls:
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
         """Make a call, with equivalent arguments if it is refused, and return what the function returned. If `prefix` is
-        "prepare_" or "plan_", return a callable that makes the call. If `of_engine`, pass no arguments that are defaults.
+        "prepare_" or "plan_", return a callable that makes the call. If `of_engine`, omit arguments with default values.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
         once = functools.partial(self.once, function)
@@ -302,8 +300,8 @@ class KernelCalls:
         """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
         If all calls are refused, raise the refusal of the call without the arguments on which no result depends. A refusal
-        after a write, or during the capture of a CUDA graph, is raised at once. In a call of an engine's forward pass
-        (`by_engine`), `out` may be left out, and the result is copied into it.
+        after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass (`by_engine`),
+        the repeated call may omit `out`, and its result is copied into `out`.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():

@@ -1,6 +1,6 @@
 """Unpickle safely what a worker process sends to the main process.
 
-Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only plain values
+Unpickling can call any function that a pickle names, and a kernel can write to the pipes of its worker. So only built-in values
 and objects of the classes in `_SENT` are unpickled. Every other object becomes a `Foreign`.
 """
 
@@ -89,7 +89,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Let multiprocessing unpickle what its pipes receive by `loads`, until the `with` block ends."""
+    """Make multiprocessing use `loads` for what its pipes receive, until the `with` block ends."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

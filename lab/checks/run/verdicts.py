@@ -1,4 +1,4 @@
-"""Verdicts on cases as data, and the comparisons of results with the expected ones."""
+"""Define the verdict on a case as data, and compare the results of calls with the expected results."""
 
 import math
 from dataclasses import dataclass, field
@@ -176,18 +176,17 @@ class CaseVerdict:
 
 
 def fate_of(refusal: str) -> str:
-    """Return words for what followed a refusal: "declined", or that the call was judged in an equivalent form."""
+    """Return "judged in an equivalent form" if the refused call was made with equivalent arguments, else "declined"."""
     return "judged in an equivalent form" if JUDGED_WITH in refusal else "declined"
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return a judgement with the outcome DISHONEST, the sentence `reason`, and the counts of `judged` without its results."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the judgement that a worker sent, or a DISHONEST one if a kernel must have changed it: if it is no `Judged`, or is
-    RIGHT with an error above its bound. Only a process without the kernel's code may call this function.
+    """Return the judgement that a worker sent. If it is no `Judged`, or is RIGHT with an error above its bound, a kernel has
+    changed it: return a DISHONEST judgement. Only a process without the kernel's code may call this function.
     """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
@@ -200,9 +199,9 @@ def credible(judged: Judged) -> Judged:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each (row, head) vector of an output [num_rows, num_qo_heads, head_dim] with the expected one by relative L2
-    error, and search all vectors together for a bias that is too small to see in one. A relative error up to `least_bound`
-    is allowed.
+    """Compare each (row, head) vector of an output [num_rows, num_qo_heads, head_dim] with the expected vector by relative L2
+    error. Also search all vectors together for a bias that is too small to see in one vector. A relative error up to
+    `least_bound` is allowed.
     """
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
@@ -244,8 +243,8 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype. The unit is the last place of
-    the largest element in the same (row, head) vector. Return infinity if an element that differs is not finite.
+    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype. The unit is that of the last
+    place of the largest element in the same (row, head) vector. Return infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()

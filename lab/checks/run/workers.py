@@ -1,4 +1,4 @@
-"""Worker processes that judge cases. A worker that crashes or does not return is replaced, so that only its case is lost."""
+"""Run the worker processes that judge cases. A worker that crashes or does not return is replaced: only its case is lost."""
 
 import faulthandler
 import functools
@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted for judging. A call of this object waits until it is judged, and returns the judgement."""
+    """A case that was submitted for judging. A call of this object waits for the judgement, and returns it."""
 
     result: Callable[[], Judged]  # waits for the judgement of the worker
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
@@ -236,7 +236,7 @@ def _ending(exitcode: int | None) -> str:
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a context whose processes start fast: as forks of a process that has imported torch and not initialised CUDA."""
+    # Its processes start fast: as forks of a process that has imported torch and not initialised CUDA.
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -328,7 +328,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words for the calls in which a worker was shortly before its time limit, from the stack that it recorded."""
+    # The functions in which the worker was shortly before its time limit, from the stack that it recorded.
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
