@@ -152,5 +152,14 @@ def test_two_roundings_are_always_allowed(least_bound: float, bound: float) -> N
     assert exact.compare(exact.expected, least_bound).bound.item() == bound
 
 
+def test_the_rounding_of_large_scores_to_float32_is_allowed() -> None:
+    """Two keys of scores of about 2 ** 14 in base 2: float32 has multiples of 2 ** -10 there. A request without keys."""
+    large = truth([[2.0**14 * LN2, 2.0**14 * LN2], []], [[1.0, -0.5], []])
+    exact = replace(large, control=large.expected.half(), arithmetic=torch.float16)
+    bound = exact.compare(exact.expected).bound
+    assert bound[0].item() == pytest.approx(4 * 2.0**-24 * LN2 * (2**14 + 1))
+    assert bound[1].item() == 2.0**-10
+
+
 def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
     assert broken_rules(references) == []

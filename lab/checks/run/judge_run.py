@@ -322,12 +322,13 @@ class CheckRun:
 
     def _begun(self, case: Any, drawn: bool, end: float = math.inf) -> tuple[Pending | None, Callable[[], CaseVerdict]]:
         # Submit a case, and return its `Pending` and a function that waits for the verdict. If an earlier report has a right or
-        # declined verdict on the case, return None and a function that returns this verdict.
+        # declined verdict on the case, return None and a function that returns this verdict. What the lab could not judge is
+        # judged again: the GPU's memory may have been full.
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
         earlier = self._run.earlier.get(blank.key)
-        if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED):
+        if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) and not earlier.judged.by_lab:
             return None, lambda: earlier
         pending = self._run.pool.submit(blank.check, case, blank.ranges, end)
         return pending, lambda: self._run.known(replace(blank, judged=replace(pending(), output=None)))

@@ -149,7 +149,7 @@ def run_case(
         if run.kernel.count and not limit and not is_of_memory(error):
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.decline(failure_of_the_lab(limit or sentence))
+            run.decline(failure_of_the_lab(limit or (memory_is_full(error) if is_of_memory(error) else sentence)))
             by_lab, run.judged = True, 0  # what was compared before says nothing of the rest
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
@@ -171,6 +171,11 @@ def failure_of_the_lab(sentence: str) -> str:
 def is_of_memory(error: Exception) -> bool:
     # On a CPU, torch raises a RuntimeError.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def memory_is_full(error: Exception) -> str:
+    # Without the message, whose numbers differ from case to case: equal reasons are counted together.
+    return f"no memory was left ({type(error).__name__}): judge with fewer --workers"
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:

@@ -71,6 +71,18 @@ def test_the_time_left_is_estimated_from_verdicts_of_this_run_alone(monkeypatch:
     assert [each.seconds_left for each in told] == [None] * 8 + [20.0 / 5 * 1, 0.0]
 
 
+def test_what_the_lab_could_not_judge_is_judged_again() -> None:
+    check, told = a_check(), list[Progress]()
+    refused, unjudged, *right = judged(run_of(check))
+    refused = replace(refused, judged=Judged(Outcome.DECLINED))
+    unjudged = replace(unjudged, judged=Judged(Outcome.DECLINED, by_lab=True))
+    verdicts = judged(
+        run_of(check, earlier={each.key: each for each in (refused, unjudged, *right)}, progress=told.append)
+    )
+    assert [each.verdict.case for each in told if each.is_new] == [unjudged.case]
+    assert [each.case for each in verdicts if each.outcome is Outcome.DECLINED] == [refused.case]
+
+
 def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
     run = run_of(a_check())
     of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE, turn=0)
@@ -224,7 +236,8 @@ def test_memory_that_the_lab_lacks_in_an_audit_is_not_blamed_on_the_implementati
     monkeypatch.setattr(audit, "build_attention", Mock(side_effect=error))
     found = audit.judge_output(AttentionCase(AttentionCall.DECODE, (20,), (1,)), "cpu", None)
     assert (found.outcome, found.wrongs, found.by_lab) == (Outcome.DECLINED, (), True)
-    assert found.declines == (f"a part of the lab failed, and not the implementation: {type(error).__name__}: {error}",)
+    (why,) = found.declines
+    assert why.startswith("a part of the lab failed, and not the implementation: no memory was left (")
     monkeypatch.setattr(audit, "build_attention", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         audit.judge_output(AttentionCase(AttentionCall.DECODE, (20,), (1,)), "cpu", None)
