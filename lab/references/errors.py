@@ -41,7 +41,7 @@ ROUNDING_DEVIATION = 0.42
 # / 2.
 EQUAL_LSE = 1 / 8
 LN2 = math.log(2.0)
-# Allowed error of a weight, in float32 roundings of a score as large as the LSE. The sum of products and its scaling each round,
+# Allowed error of a weight, in float32 roundings of a score as large as the LSE. A sum of products and its scaling each round,
 # and the difference of two scores has twice the error. Scores of 14,000 (base 2) are rounded to multiples of 2**-10.
 SCORE_ROUNDINGS = 4.0
 SHOWN_VECTORS = 3
