@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,44 +79,40 @@ def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, tru
 
 
 def test_what_a_check_allows_is_allowed(run: CaseRun, truth: Truth) -> None:
-    run.expect_close("this", Result(truth.expected * 1.1, None), truth, least_bound=0.11)
-    assert not run.wrongs
-    run.expect_close("this", Result(truth.expected * 1.1, None), truth, least_bound=0.09)
-    assert run.wrongs
+    for least_bound, is_wrong in ((0.11, False), (0.09, True)):
+        run.expect_close("this", Result(truth.expected * 1.1, None), truth, least_bound=least_bound)
+        assert bool(run.wrongs) is is_wrong
+
+
+NO_DTYPE = "is torch.complex128, which is no floating-point dtype"
 
 
 @pytest.mark.parametrize("kind", ["output", "merged"])
-def test_an_output_and_an_lse_are_compared_each(run: CaseRun, truth: Truth, kind: str) -> None:
-    """A wrong one stays wrong beside a right one."""
-    run.expect_close("this", Result(truth.expected * 1.1, truth.lse_log2), truth, kind=kind)
-    assert len(run.wrongs) == 1
-    run.expect_close("that", Result(truth.expected, truth.lse_log2 + 1), truth, kind=kind)
-    assert len(run.wrongs) == 2
+@pytest.mark.parametrize(
+    ("change", "sentences"),
+    [
+        (lambda out, lse: (out * 1.1, lse), ["8 of 12 vectors are wrong"]),
+        (lambda out, lse: (out, lse + 1), ["8 LSEs are wrong"]),
+        (lambda out, lse: (out + 3j, lse + 3j), [f"the output {NO_DTYPE}", f"the LSE {NO_DTYPE}"]),
+        (lambda out, lse: (out[:5], lse), ["the output is [5, 2, 64], not [6, 2, 64]"]),
+        (lambda out, lse: (out, lse[:, :1]), ["the LSE is [6, 1], not [6, 2]"]),
+    ],
+)
+def test_an_output_and_an_lse_are_compared_each(
+    run: CaseRun, truth: Truth, change: Callable[..., Any], sentences: list[str], kind: str
+) -> None:
+    run.expect_close("this", Result(*change(truth.expected, truth.lse_log2)), truth, kind=kind)
+    assert len(run.wrongs) == len(sentences)
+    assert all(wrong.startswith(f"this: {each}") for wrong, each in zip(run.wrongs, sentences, strict=True))
 
 
 def test_what_is_not_finite_is_told_as_that_and_not_as_an_error(run: CaseRun, truth: Truth) -> None:
     out = truth.expected.clone()
-    out[2, 0] = math.nan
-    out[4, 1, 3] = math.inf
+    out[2, 0], out[4, 1, 3] = math.nan, math.inf
     run.expect_close("this", Result(out, None), truth)
     assert "row 2 (request 1) head 0 is not finite (nan): rows that see no key must be zero" in run.wrongs[0]
     assert "row 4 (request 2) head 1 is not finite (inf)" in run.wrongs[0]
     assert "error" not in run.wrongs[0]
-
-
-def test_a_complex_result_is_wrong(run: CaseRun, truth: Truth) -> None:
-    run.expect_close("this", Result(truth.expected + 3j, truth.lse_log2 + 3j), truth)
-    assert run.wrongs == [
-        "this: the output is torch.complex128, which is no floating-point dtype",
-        "this: the LSE is torch.complex128, which is no floating-point dtype",
-    ]
-
-
-def test_another_shape_is_wrong(run: CaseRun, truth: Truth) -> None:
-    run.expect_close("this", Result(truth.expected[:5], None), truth)
-    assert run.wrongs == ["this: the output is [5, 2, 64], not [6, 2, 64]"]
-    run.expect_lse("that", truth.lse_log2[:, :1], truth)
-    assert run.wrongs[1:] == ["that: the LSE is [6, 1], not [6, 2]"]
 
 
 @pytest.mark.parametrize(("off", "is_wrong"), [(0.9, False), (-0.9, False), (1.2, True), (-1.2, True)])

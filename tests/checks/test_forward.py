@@ -216,11 +216,6 @@ def test_declining_after_the_output_was_written_is_found() -> None:
     assert "declined, after it had written (too late)" in verdict.reason
 
 
-def test_padding_rows_that_the_last_request_takes_show_in_no_other_pass() -> None:
-    case = replace(CASES["padding_rows"], num_padding_rows=0)
-    assert judge_forward(kernel("padding_given_to_last").implementation(), case, CPU).outcome is Outcome.RIGHT
-
-
 # Defects of the metadata: the implementation is exact, the builder is not.
 
 

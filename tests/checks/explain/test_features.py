@@ -14,20 +14,8 @@ from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase, explain
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.call_features import (
-    TILE,
-    CallFeatures,
-    CallLog,
-    _read_batch,
-    _read_call,
-    _read_pages,
-    _read_request,
-    _read_rows,
-    _read_selections,
-    features_of_call,
-    features_of_case,
-    kept,
-)
+from lab.checks.explain import call_features as reading
+from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
 from lab.checks.parameters.models import Configuration
@@ -239,12 +227,16 @@ def test_rows_far_apart_are_a_feature(name: str, num_elements: int, features: st
 
 def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     arguments = ARGUMENTS[DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
-    of_call = _read_call(DECODE, arguments, DecodeCall(**arguments).problem())
+    of_call = reading._read_call(DECODE, arguments, DecodeCall(**arguments).problem())
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
-    of_sparse = _read_call(MLA, {}, of_rank)
-    (of_selection,) = _read_selections(sparse)
-    of_lengths = _read_request(0, (1,), 1, 16, -1) | _read_batch((1,), (1,), 16, -1) | next(_read_rows((1,), 1))
+    of_sparse = reading._read_call(MLA, {}, of_rank)
+    (of_selection,) = reading._read_selections(sparse)
+    of_lengths = (
+        reading._read_request(0, (1,), 1, 16, -1)
+        | reading._read_batch((1,), (1,), 16, -1)
+        | next(reading._read_rows((1,), 1))
+    )
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
     assert (of_call | of_sparse | of_selection | of_lengths | CallLog().read(arguments)).keys() == {*FEATURES} - {
@@ -254,11 +246,13 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
 
 
 def test_rows_are_compared_with_those_of_the_whole_batch_and_of_earlier_requests() -> None:
-    read = [*_read_rows((4, 2, 4), 8)]
+    read = [*reading._read_rows((4, 2, 4), 8)]
     assert [each["packed_rows"] for each in read] == [32, 16, 32]
     assert [each["fewer_rows"] for each in read] == [False, True, False]
     assert [each["after_fewer_rows"] for each in read] == [False, False, True]
-    assert [each["packed_rows"] for each in _read_rows((4,), 0)] == [None]  # a metadata builder's batch has no heads
+    assert [each["packed_rows"] for each in reading._read_rows((4,), 0)] == [
+        None
+    ]  # a metadata builder's batch has no heads
 
 
 SEVERAL = [-1] * 128
@@ -323,7 +317,7 @@ def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
     """The second request has no keys, of which its row sees none."""
     arguments = arguments_of(AttentionCase(DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
     problem = replace(DecodeCall(**arguments).problem(), num_visible=torch.tensor(visible, dtype=torch.int32))
-    assert bool(_read_pages(DECODE, arguments, problem)["unseen_keys"]) is is_unseen
+    assert bool(reading._read_pages(DECODE, arguments, problem)["unseen_keys"]) is is_unseen
 
 
 @pytest.mark.parametrize(

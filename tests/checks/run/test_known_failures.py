@@ -12,27 +12,8 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Configuration, Outcome
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
-from lab.checks.run.known_failures import (
-    KNOWN_FAILURES,
-    FailingKernel,
-    KnownFailure,
-    Predicate,
-    has_fewer_keys_than_rows,
-    has_no_keys,
-    has_window,
-    is_one_row_over_e4m3,
-    known,
-    mask_over_e4m3,
-    offsets_count_pages,
-    only_fewer_keys_than_rows,
-    only_rows_before_the_first_tile,
-    only_where_a_mask_hides_every_key,
-    only_without_keys,
-    sink_of_minus_infinity_and_fewer_keys_than_rows,
-    unscaled_e4m3_shows,
-    window_over_several_rows,
-    wrong_requests,
-)
+from lab.checks.run import known_failures as findings
+from lab.checks.run.known_failures import KNOWN_FAILURES, FailingKernel, KnownFailure, Predicate, known, wrong_requests
 from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.vllm import Engine
@@ -99,7 +80,7 @@ MIXED_PASS = ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (2, 9), engine=Engi
 PAGE_OFFSETS = Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"})
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
 TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
-    window_over_several_rows: [
+    findings.window_over_several_rows: [
         (VERIFY, f"the call: {WRONG}", False),
         (replace(VERIFY, window_left=3), f"the call: {WRONG}", True),
         (replace(VERIFY, window_left=0), f"the call: {WRONG}", True),
@@ -115,7 +96,7 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (ForwardCase(ForwardMode.TARGET_VERIFY, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, True),
         (ForwardCase(ForwardMode.EXTEND, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, False),
     ],
-    mask_over_e4m3: [
+    findings.mask_over_e4m3: [
         (VERIFY, f"full mask of 4 rows: {WRONG}", False),
         (E4M3_VERIFY, f"full mask of 4 rows: {WRONG}", True),
         (replace(E4M3_VERIFY, q_lens=ONE_ROW), f"mask that differs by request of 4 rows: {WRONG}", True),
@@ -128,7 +109,7 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (decode(dtypes="bf16/e4m3", mask="causal", q_len=4), WRONG, False),
         (decode(dtypes="bf16/bf16", mask="tree", q_len=4), WRONG, False),
     ],
-    offsets_count_pages: [
+    findings.offsets_count_pages: [
         (PAGE_OFFSETS, WRONG, True),
         (PAGE_OFFSETS, "3 of 9 vectors are wrong", False),
         (Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "page_size": 1}), WRONG, False),
@@ -145,14 +126,14 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (replace(MIXED_PASS, prefix_lens=(3, 0), page_size=8), of_requests("1"), True),  # 9 keys in 2 pages
         (ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (1, 9)), of_requests("1"), False),
     ],
-    only_where_a_mask_hides_every_key: [
+    findings.only_where_a_mask_hides_every_key: [
         (decode(q_len=4, mask="own bit clear"), of_requests("0"), True),
         (decode(q_len=4, mask="own bit clear"), of_requests("0, 2"), False),  # request 2 has keys before its rows
         (decode(q_len=4, mask="own bit clear"), of_requests(""), False),
         (decode(q_len=4, mask="tree"), of_requests("0"), False),
         (decode(q_len=4), of_requests("0"), False),
     ],
-    sink_of_minus_infinity_and_fewer_keys_than_rows: [
+    findings.sink_of_minus_infinity_and_fewer_keys_than_rows: [
         (CASE, f"{SINKS}: 3 of 9 vectors are wrong, of requests [0, 1]: row 0", True),
         (CASE, f"{SINKS}: 3 of 9 vectors are wrong, of requests [2]: row 4", False),
         (CASE, f"{SINKS}: 4 LSEs are wrong: row 0 head 0 is nan, not -inf (base 2)", True),
@@ -161,7 +142,7 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (decode(sinks="per head", **FEWER), "", False),
         (decode(sinks="some minus infinity"), "", False),
     ],
-    unscaled_e4m3_shows: [
+    findings.unscaled_e4m3_shows: [
         (replace(E4M3_CASE, contents=Contents.TALL), "the call: 3 of 9", True),
         (E4M3_CASE, "the call: 3 of 9", False),
         (E4M3_CASE, "rows whose logits are far apart: 3 of 9", True),
@@ -169,7 +150,7 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (decode(dtypes="bf16/e4m3", contents="shaded"), "the call: 3 of 9", True),
         (decode(dtypes="bf16/bf16", contents="shaded"), "the call: 3 of 9", False),
     ],
-    only_fewer_keys_than_rows: [
+    findings.only_fewer_keys_than_rows: [
         (CASE, of_requests("0, 1"), True),
         (CASE, of_requests("1"), True),
         (CASE, of_requests("0, 2"), False),
@@ -177,16 +158,20 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (replace(CASE, kv_lens=(2, 0, 20)), of_requests("0"), False),
         (decode(**FEWER), of_requests("0, 2"), True),
     ],
-    only_without_keys: [
+    findings.only_without_keys: [
         (CASE, of_requests("0, 1"), False),
         (CASE, of_requests("1"), True),
         (CASE, of_requests(""), False),
         (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("0"), True),
         (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("1"), False),
     ],
-    has_no_keys: [(CASE, "", True), (VERIFY, "", False)],
-    has_fewer_keys_than_rows: [(CASE, "", True), (replace(VERIFY, kv_lens=(4, 3)), "", True), (VERIFY, "", False)],
-    only_rows_before_the_first_tile: [
+    findings.has_no_keys: [(CASE, "", True), (VERIFY, "", False)],
+    findings.has_fewer_keys_than_rows: [
+        (CASE, "", True),
+        (replace(VERIFY, kv_lens=(4, 3)), "", True),
+        (VERIFY, "", False),
+    ],
+    findings.only_rows_before_the_first_tile: [
         (PROMPTS, of_requests("0"), True),
         (PROMPTS, of_requests("0, 1"), False),  # whose one key fills no tile
         (PROMPTS, of_requests("2"), False),
@@ -195,8 +180,12 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (replace(PROMPTS, kv_lens=(31, 1, 129)), of_requests("0"), False),
         (CASE, LSES, False),
     ],
-    has_window: [(replace(CASE, window_left=0), "", True), (CASE, "", False)],
-    is_one_row_over_e4m3: [(replace(E4M3_CASE, q_lens=(1, 1, 1)), "", True), (E4M3_CASE, "", False), (CASE, "", False)],
+    findings.has_window: [(replace(CASE, window_left=0), "", True), (CASE, "", False)],
+    findings.is_one_row_over_e4m3: [
+        (replace(E4M3_CASE, q_lens=(1, 1, 1)), "", True),
+        (E4M3_CASE, "", False),
+        (CASE, "", False),
+    ],
 }
 
 
