@@ -45,3 +45,14 @@ def twice_as_large_if(condition: Callable[..., bool]) -> SimpleNamespace:
         return references.trtllm_batch_decode_with_kv_cache(**arguments)
 
     return decoding(decode)
+
+
+def declining_if(condition: Callable[..., bool], says: str = "no") -> SimpleNamespace:
+    """The reference's decode, which refuses calls of this kind."""
+
+    def decode(**arguments: Any) -> Any:
+        if condition(**arguments):
+            raise NotImplementedError(says)
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    return decoding(decode)

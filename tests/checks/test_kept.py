@@ -21,6 +21,7 @@ from lab.checks.run.verdicts import Judged, Outcome
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import INTERFACES, Interface, interface_of
+from tests.checks.small import declining_if, decoding
 from tests.corpus.test_matrix import RIGHT
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> Non
             out = references.trtllm_batch_decode_with_kv_cache(**arguments)
             return torch.zeros_like(out) if isinstance(out, torch.Tensor) and wrong(**arguments) else out
 
-        return SimpleNamespace(trtllm_batch_decode_with_kv_cache=call)
+        return decoding(call)
 
     def first_words(wrong: Callable[..., bool]) -> set[str]:
         calls.clear()
@@ -88,16 +89,10 @@ def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> Non
 
 
 def test_a_value_that_is_declined_is_left_out() -> None:
-    def decode(**arguments: Any) -> Any:
-        if arguments.get("sinks") is not None:
-            raise NotImplementedError("no sinks")
-        return references.trtllm_batch_decode_with_kv_cache(**arguments)
-
-    only = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
-    for judged in one_by_one(AttentionCall.DECODE, only):
+    for judged in one_by_one(AttentionCall.DECODE, declining_if(lambda sinks=None, **_: sinks is not None)):
         assert (judged.outcome, judged.declines) == (Outcome.RIGHT, ())
-    none = SimpleNamespace(trtllm_batch_decode_with_kv_cache=lambda **_: decode(sinks=1))
-    assert {each.outcome for each in one_by_one(AttentionCall.DECODE, none)} == {Outcome.DECLINED}
+    none = one_by_one(AttentionCall.DECODE, declining_if(lambda **_: True))
+    assert {each.outcome for each in none} == {Outcome.DECLINED}
 
 
 def test_a_call_shares_what_is_equal_and_what_it_writes_is_its_own() -> None:
@@ -132,7 +127,7 @@ def test_calls_at_the_same_time_are_compared_with_calls_alone(monkeypatch: Any, 
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr("lab.checks.properties.k14_interleaving.BUSY_SIZE", 1)
     case = AttentionCase(AttentionCall.DECODE, (20, 9), (1, 1))
-    run = CaseRun(SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode), case, CPU)
+    run = CaseRun(decoding(decode), case, CPU)
     calls_at_once(run, run.build(), run.build(AttentionCase(AttentionCall.DECODE, (20, 9), (1, 1), seed=3)))
     assert len(launched) > 20
     assert [each.split(":")[0] for each in run.wrongs] == ["a call at the same time as another stream's"] * is_shared

@@ -15,7 +15,7 @@ from lab.checks.run.support_protocol import KernelCalls, Unsupported
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.ragged import build_ragged
-from tests.checks.small import SMALL, decoding
+from tests.checks.small import SMALL, declining_if, decoding
 
 CPU = torch.device("cpu")
 right = references.trtllm_batch_decode_with_kv_cache
@@ -165,13 +165,11 @@ def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
 def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
     """Of head_dim 128 and one row, without sinks and windows: M1 asks for no more, but where a mode has several rows itself."""
 
-    def decode(query: Any, kv_cache: Any, *, q_len_per_req: int | None = 1, **given: Any) -> Any:
-        if query.shape[-1] != 128 or q_len_per_req != 1 or "sinks" in given or "window_left" in given:
-            raise NotImplementedError("only plain decode of head_dim 128")
-        return right(query, kv_cache, **given)
+    def is_wide(query: torch.Tensor, q_len_per_req: int | None = 1, **given: Any) -> bool:
+        return query.shape[-1] != 128 or q_len_per_req != 1 or "sinks" in given or "window_left" in given
 
     narrow = replace(SMALL, head_dims=(128,), q_lens=(1,))
-    verdicts = judge(decoding(decode), only=["M1"], ranges=narrow, device="cpu", drawn=0).verdicts
+    verdicts = judge(declining_if(is_wide), only=["M1"], ranges=narrow, device="cpu", drawn=0).verdicts
     declined = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
     assert {case.mode for case in declined} == {ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY}
     assert {verdict.outcome for verdict in verdicts} == {Outcome.RIGHT, Outcome.DECLINED}

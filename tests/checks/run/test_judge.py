@@ -26,7 +26,7 @@ from lab.exit_status import ExitStatus
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES
 from tests.checks import someone_elses
-from tests.checks.small import SMALL, decoding, twice_as_large_if
+from tests.checks.small import SMALL, declining_if, decoding, twice_as_large_if
 
 ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), group=2)
@@ -110,11 +110,8 @@ def test_an_output_may_require_a_gradient() -> None:
     assert judge_case(kernel, "K1", CASE, "cpu").outcome is Outcome.RIGHT
 
 
-def refusing(error: type[Exception], sentence: str) -> SimpleNamespace:
-    def decode(**arguments: Any) -> None:
-        raise error(sentence)
-
-    return decoding(decode)
+def raises_boom(**_: Any) -> None:
+    raise TypeError("boom")
 
 
 def of_two_parameters(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
@@ -124,9 +121,9 @@ def of_two_parameters(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kernel", "outcome", "reason"),
     [
-        (refusing(ValueError, "not on a Tuesday"), Outcome.DECLINED, "not on a Tuesday"),
+        (declining_if(lambda **_: True, "not on a Tuesday"), Outcome.DECLINED, "not on a Tuesday"),
         (decoding(of_two_parameters), Outcome.DECLINED, "unexpected keyword argument 'block_tables'"),
-        (refusing(TypeError, "boom"), Outcome.FAILED, "it raised TypeError: boom"),
+        (decoding(raises_boom), Outcome.FAILED, "it raised TypeError: boom"),
         (decoding(lambda **_: [1.0]), Outcome.FAILED, "returned list, not a tensor"),
         (returning(torch.Tensor.double), Outcome.WRONG, f"the output is torch.float64, and the call's is {CASE.dtype}"),
         (

@@ -21,7 +21,7 @@ from lab.exit_status import ExitStatus
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface, MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
-from tests.checks.small import SMALL, decoding
+from tests.checks.small import SMALL, declining_if, decoding
 
 NAMES = ("trtllm_batch_decode_with_kv_cache",)
 SETTINGS = {"ranges": SMALL, "device": "cpu", "discover": False, "functions": NAMES}
@@ -41,10 +41,6 @@ def outcomes(report: Report) -> dict[str, Outcome]:
 def doubled_with_lse(**arguments: Any) -> Any:
     out = references.trtllm_batch_decode_with_kv_cache(**arguments)
     return (2 * out[0], out[1]) if arguments.get("return_lse") else out
-
-
-def declining(**_: Any) -> Any:
-    raise NotImplementedError("nothing is taken")
 
 
 def test_shards_of_the_smoke_level_judge_each_case_once_and_are_of_equal_size(tmp_path: Path) -> None:
@@ -78,7 +74,7 @@ def test_a_shard_says_that_it_is_one_and_fails_only_for_its_own_cases() -> None:
     assert report.exit_status is ExitStatus.DONE
     assert str(report).startswith("Right in ") or "Not judged as a whole: this is shard 2/2" in str(report)
     assert "Right for all" not in str(report)
-    nothing = judge(decoding(declining), shard="2/2", only="K13", drawn=0, **SETTINGS)
+    nothing = judge(declining_if(lambda **_: True), shard="2/2", only="K13", drawn=0, **SETTINGS)
     assert nothing.verdicts
     assert nothing.exit_status is ExitStatus.NOT_JUDGED
 
