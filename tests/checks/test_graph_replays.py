@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from lab.checks.properties.check import Check
 from lab.checks.properties.graph_replays import judge_sequence
 from lab.checks.run.judging import run_case
 from lab.kernels import portable
-from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
+from lab.metadata import ForwardBatch, ForwardMode
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
@@ -237,10 +237,18 @@ def keeping(part: Callable[[Any, ForwardBatch], torch.Tensor]) -> RunnerFactory:
     return spoilt(spoil)
 
 
-def an_eager_pass_takes_the_buffers(
-    backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any
-) -> Any:
-    made: Any = right_runner(backend, case, pool, sizes, body)
+def changed(change: Callable[[Any], None]) -> RunnerFactory:
+    """Return a maker of right runners that are changed after their capture."""
+
+    def make(*given: Any) -> GraphRunner:
+        made = right_runner(*given)
+        change(made)
+        return made
+
+    return make
+
+
+def an_eager_pass_takes_the_buffers(made: Any) -> None:
     eager = made.eager
 
     def taking(batch: ForwardBatch) -> Any:
@@ -248,26 +256,24 @@ def an_eager_pass_takes_the_buffers(
         return eager(batch)
 
     made.eager = taking
-    return made
 
 
-def with_a_copied_table(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
-    def bound_elsewhere(view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], Any]:
-        return body(view, replace(metadata, page_table=metadata.page_table.clone()))
+def with_a_copied_table(*given: Any) -> GraphRunner:
+    *others, body = given
+    return right_runner(
+        *others, lambda view, metadata: body(view, replace(metadata, page_table=metadata.page_table.clone()))
+    )
 
-    return right_runner(backend, case, pool, sizes, bound_elsewhere)
 
-
-def without_the_offset(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
+def without_the_offset(backend: Any, case: GraphCase, *given: Any) -> GraphRunner:
     """Draft tokens are not counted: the graph of another draft step."""
-    return GraphRunner(backend, GraphMode(ForwardMode.DECODE), pool, sizes, body, case.place)
+    return GraphRunner(backend, GraphMode(ForwardMode.DECODE), *given, case.place)
 
 
 def padding_not_reset(name: str) -> RunnerFactory:
     """Padded rows keep what an earlier batch left in one input: its fill is missing."""
 
-    def make(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
-        made = right_runner(backend, case, pool, sizes, body)
+    def change(made: Any) -> None:
         load, buffer = made.inputs.load, getattr(made.inputs, name)
 
         def load_without_the_fill(batch: ForwardBatch, batch_size: int) -> None:
@@ -276,15 +282,9 @@ def padding_not_reset(name: str) -> RunnerFactory:
             real = batch.out_cache_loc.shape[0] if name == "out_cache_loc" else batch.batch_size
             buffer[real:].copy_(stale[real:])
 
-        made.inputs.load = load_without_the_fill  # type: ignore[method-assign]
-        return made
+        made.inputs.load = load_without_the_fill
 
-    return make
-
-
-def kept_write_locations(made: Any, batch: ForwardBatch) -> torch.Tensor:
-    locations: torch.Tensor = made.metadata.buffers.swa_out_cache_loc
-    return locations[batch.num_tokens :]
+    return changed(change)
 
 
 BELOW_Q, ABA, SIZES = ReplaySequence.CAPTURED_BELOW_Q, ReplaySequence.A_B_A, ReplaySequence.TWO_CAPTURED_SIZES
@@ -308,7 +308,7 @@ DEFECTS: dict[str, tuple[str, RunnerFactory, dict[ReplaySequence, str], dict[str
     ),
     "an eager pass takes the buffers": (
         "decode",
-        an_eager_pass_takes_the_buffers,
+        changed(an_eager_pass_takes_the_buffers),
         {ReplaySequence.EAGER_BETWEEN_REPLAYS: "cache_seqlens"},
         {},
     ),
@@ -330,7 +330,7 @@ DEFECTS: dict[str, tuple[str, RunnerFactory, dict[ReplaySequence, str], dict[str
     },
     "the tail of write locations kept": (
         "decode",
-        keeping(kept_write_locations),
+        keeping(lambda made, batch: made.metadata.buffers.swa_out_cache_loc[batch.num_tokens :]),
         {ReplaySequence.POISONED: "swa_out_cache_loc of padded rows is"},
         WINDOW,
     ),

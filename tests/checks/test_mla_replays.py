@@ -15,8 +15,8 @@ from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.workloads.graph_case import MLAGraphCase
-from lab.workloads.inputs.replay_fixture import RunnerFactory, right_runner
-from tests.checks.test_graph_replays import MODES, reason, wrong
+from lab.workloads.inputs.replay_fixture import RunnerFactory
+from tests.checks.test_graph_replays import MODES, changed, reason, wrong
 from tests.devices import IN_INTERPRETER, ON_GPU
 
 SPARSE: dict[str, Any] = {"index_topk": 48}
@@ -186,9 +186,8 @@ def test_a_defect_of_the_metadata_is_found(defect: str) -> None:
 def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
     """What SGLang 0.5.12 captures."""
 
-    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        seen = replace(backend, draft_extend=QueryLayout.VIEW)
-        return GraphRunner(seen, case.mode, pool, sizes, body, case.place)
+    def make(backend: Any, case: MLAGraphCase, *given: Any) -> GraphRunner[Any]:
+        return GraphRunner(replace(backend, draft_extend=QueryLayout.VIEW), case.mode, *given, case.place)
 
     assert reason(MLAGraphCase(MODES["draft_extend"], ReplaySequence.EAGER_EQUALS_REPLAY), make=make)
 
@@ -202,16 +201,13 @@ def test_a_wrong_implementation_is_found() -> None:
 
 @IN_INTERPRETER
 def test_buffers_that_move_are_told() -> None:
-    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        runner = right_runner(backend, case, pool, sizes, body)
-        buffers = runner.metadata
-        replay = runner.replay
+    def move(made: Any) -> None:
+        replay, metadata = made.replay, made.metadata
 
         def moving(batch: ForwardBatch) -> Any:
-            buffers.buffers = replace(buffers.buffers, seq_lens_k=buffers.buffers.seq_lens_k.clone())
+            metadata.buffers = replace(metadata.buffers, seq_lens_k=metadata.buffers.seq_lens_k.clone())
             return replay(batch)
 
-        runner.replay = moving  # type: ignore[method-assign]
-        return runner
+        made.replay = moving
 
-    assert "moved" in reason(MLAGraphCase(MODES["decode"], ReplaySequence.SAME_BUFFERS), make=make)
+    assert "moved" in reason(MLAGraphCase(MODES["decode"], ReplaySequence.SAME_BUFFERS), make=changed(move))

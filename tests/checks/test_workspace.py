@@ -38,23 +38,17 @@ Writes = Callable[[Tensor, Tensor | None], None]
 def stand_in(writes: Writes, takes_counters: bool = True) -> SimpleNamespace:
     """The references, which write a call's workspace (as bytes) and counters before they compute."""
 
-    def written(name: str) -> Callable[..., Any]:
+    def made(name: str) -> Callable[..., Any]:
         def call(*, workspace_buffer: Tensor, **arguments: Any) -> Any:
-            writes(workspace_buffer.view(torch.uint8), arguments.get("multi_ctas_kv_counter_buffer"))
+            counters = arguments.get("multi_ctas_kv_counter_buffer")
+            if counters is not None and not takes_counters:
+                raise TypeError("call() got an unexpected keyword argument 'multi_ctas_kv_counter_buffer'")
+            writes(workspace_buffer.view(torch.uint8), counters)
             return getattr(references, name)(workspace_buffer=None, **arguments)
 
         return call
 
-    def without_counters(call: Callable[..., Any]) -> Callable[..., Any]:
-        def refusing(**arguments: Any) -> Any:
-            if "multi_ctas_kv_counter_buffer" in arguments:
-                raise TypeError("call() got an unexpected keyword argument 'multi_ctas_kv_counter_buffer'")
-            return call(**arguments)
-
-        return refusing
-
-    calls = {each.value: written(each.value) for each in PAGED_CALLS}
-    return SimpleNamespace(**(calls if takes_counters else {k: without_counters(call) for k, call in calls.items()}))
+    return SimpleNamespace(**{each.value: made(each.value) for each in PAGED_CALLS})
 
 
 def from_the_first_byte(workspace_buffer: Tensor, counters: Tensor | None) -> None:
