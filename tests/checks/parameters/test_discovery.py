@@ -24,10 +24,6 @@ def found(implementation: Any, ranges: Ranges, interface: Interface = AttentionC
         return discover(isolation.submit, interface, ranges)
 
 
-def test_the_axes_of_a_narrow_kernel_are_found() -> None:
-    assert found(narrow, Ranges()) == Ranges(dtypes=(BF16,), head_dims=(128,), page_sizes=(64,))
-
-
 def test_a_kernel_of_e4m3_queries_alone_is_found() -> None:
     takes = declining_if(lambda query, **_: query.dtype != torch.float8_e4m3fn)
     ranges = found(takes, Ranges(groups=(1, 2), q_lens=(1, 2)))

@@ -39,6 +39,8 @@ MODEL = {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 MLA = AttentionCase(AttentionCall.MLA_DECODE, (70,), (1,), **MODEL, storage=replace(BATCH.storage, page_size=32))
 PASS = ForwardCase(ForwardMode.DECODE, "tiny", prefix_lens=(31,), q_lens=(1,), page_size=32)
 LATENT_PASS = MLACase(ForwardMode.DECODE, (31,), (1,), kv_dtype=E4M3)  # SGLang casts the query as it does the cache
+DSV4 = {"dtypes": "e4m3/e4m3", "sinks": "per head", "cache": "4-D", "backend": "trtllm-gen"}
+OTHER = {"dtypes": "bf16/bf16", "sinks": "none", "cache": "plain", "backend": "auto"}
 OF_CASES = {"mode", "engine", "dead", "padded_seq_len", "draft_extend"}  # features of a case, and no axes
 OTHERS = {"low", "loud", "faint", "foreign", "negative", "far"}  # values of cases that are no configurations
 
@@ -60,45 +62,32 @@ def test_each_row_has_a_source_and_values_of_its_parameter(key: str) -> None:
             assert name in OF_CASES or listed <= there | OTHERS, (name, listed - there)
 
 
-@pytest.mark.parametrize("interface", [each for each in AttentionCall if each is not AttentionCall.DSV4_DECODE])
-def test_a_plain_call_is_sent_by_each_engine(interface: AttentionCall) -> None:
-    assert senders(interface, Configuration(interface)) == "sglang vllm"
-
-
-def test_sglang_sends_dsv4s_call_with_sinks_and_e4m3() -> None:
-    interface = AttentionCall.DSV4_DECODE
-    sent = {"dtypes": "e4m3/e4m3", "sinks": "per head", "cache": "4-D", "backend": "trtllm-gen"}
-    assert senders(interface, Configuration(interface, sent)) == "sglang"
-    for axis in sent:
-        without = {name: value for name, value in sent.items() if name != axis}
-        assert senders(interface, Configuration(interface, without)) == ""
-
-
-@pytest.mark.parametrize(
-    ("values", "by"),
-    [
-        ({"page_size": 64, "dtypes": "fp16/fp16", "q_len": 4}, "sglang vllm"),
-        ({"page_size": 256}, "vllm"),
-        ({"page_size": 8}, ""),
-        ({"dtypes": "bf16/e4m3"}, "sglang"),
-        ({"sinks": "per head", "window_left": 127}, "sglang vllm"),
-        ({"window_left": 0}, ""),
-        ({"sinks": "some minus infinity"}, ""),
-        ({"mask": "causal"}, "sglang"),
-        ({"mask": "tree"}, ""),
-        ({"lengths": "none last"}, "vllm"),
-        ({"lengths": "none first"}, ""),
-        ({"head_dim": 96}, "sglang"),
-        ({"lse": "given"}, "vllm"),
-    ],
-)
-def test_a_configuration_is_sent_if_each_of_its_values_is(values: dict[str, Any], by: str) -> None:
-    assert senders(AttentionCall.DECODE, Configuration(AttentionCall.DECODE, values)) == by
+def decode(**values: Any) -> Configuration:
+    return Configuration(AttentionCall.DECODE, values)
 
 
 @pytest.mark.parametrize(
     ("case", "by"),
     [
+        *((Configuration(each), "sglang vllm") for each in AttentionCall if each is not AttentionCall.DSV4_DECODE),
+        # DeepSeek-V4's call is SGLang's with all of four values.
+        (Configuration(AttentionCall.DSV4_DECODE, DSV4), "sglang"),
+        *((Configuration(AttentionCall.DSV4_DECODE, DSV4 | {axis: value}), "") for axis, value in OTHER.items()),
+        # A prefix without tokens is usual, and no engine but SGLang builds its metadata.
+        (Configuration(MetadataFunction.DRAFT_KV_INDICES, {"prefixes": "some none"}), "sglang"),
+        (decode(page_size=64, dtypes="fp16/fp16", q_len=4), "sglang vllm"),
+        (decode(page_size=256), "vllm"),
+        (decode(page_size=8), ""),
+        (decode(dtypes="bf16/e4m3"), "sglang"),
+        (decode(sinks="per head", window_left=127), "sglang vllm"),
+        (decode(window_left=0), ""),
+        (decode(sinks="some minus infinity"), ""),
+        (decode(mask="causal"), "sglang"),
+        (decode(mask="tree"), ""),
+        (decode(lengths="none last"), "vllm"),
+        (decode(lengths="none first"), ""),
+        (decode(head_dim=96), "sglang"),
+        (decode(lse="given"), "vllm"),
         (BATCH, "sglang vllm"),
         (replace(BATCH, kv_lens=(20, 0)), "vllm"),
         (replace(BATCH, kv_lens=(2, 20), q_lens=(4, 4)), ""),
@@ -126,11 +115,6 @@ def test_a_configuration_is_sent_if_each_of_its_values_is(values: dict[str, Any]
 )
 def test_a_case_is_sent_if_its_features_show_no_other_value(case: Any, by: str) -> None:
     assert senders(getattr(case, "interface", AttentionCall.MLA_DECODE), case) == by
-
-
-def test_a_prefix_without_tokens_is_usual_and_no_engine_but_sglang_builds_its_metadata() -> None:
-    configuration = Configuration(MetadataFunction.DRAFT_KV_INDICES, {"prefixes": "some none"})
-    assert senders(configuration.interface, configuration) == "sglang"
 
 
 def concerned(case: Any, *results: CheckedResult, check: str = "K2") -> str:

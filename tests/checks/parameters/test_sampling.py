@@ -38,17 +38,6 @@ def is_pair(query: torch.Tensor, lse: Any = None, **arguments: Any) -> bool:
     return lse is not None and arguments["seq_lens"].dtype == torch.uint32
 
 
-def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
-    others = "offsets cache out lengths head_pages rank hints o_scale longest_request bmm1_size bmm2_size far"
-    excluding = others.split()  # other axes' last values
-    whole = {axis: values[-1] for axis, values in MODEL.axes.items() if axis not in excluding}
-    point = MODEL.completed(whole | {"mask": "none"}) or {}
-    sample = DrawnPoint(MODEL, point, 17, partial(Configuration, AttentionCall.DECODE))
-    assert len(sample.case.non_default) > 10
-    small = shrunk(sample, lambda each: each["requests"] >= 4 and each["lse"] != "none")
-    assert small.case == Configuration(AttentionCall.DECODE, MODEL.default | {"requests": 5, "lse": point["lse"]})
-
-
 def test_random_points_have_taken_values_alone_and_are_the_same_each_time() -> None:
     points = [MODEL.completed({"lse": value}) or {} for value in ("none", "returned")]
     verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(AttentionCall.DECODE, point)) for point in points]

@@ -95,10 +95,9 @@ def test_nothing_is_called_but_the_judges_classes(sent: Any) -> None:
     assert credible(found[0]).outcome is Outcome.DISHONEST
 
 
-def _of_dotted_name(module: str, name: str, *arguments: Any) -> bytes:
-    """Return a pickle that calls what a module holds under a dotted name."""
-    texts = b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name))
-    return b"\x80\x04" + texts + b"\x93" + pickle.dumps(arguments, 2)[2:-1] + b"R."
+def _named(module: str, name: str) -> bytes:
+    """Return the opcodes that put what a module holds under a name on the stack."""
+    return b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name)) + b"\x93"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +112,9 @@ def _of_dotted_name(module: str, name: str, *arguments: Any) -> bytes:
 )
 def test_only_named_classes_are_read(module: str, name: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    assert type(loads(_of_dotted_name(module, name, ["touch", str(made)]))) is Foreign
+    arguments = pickle.dumps((["touch", str(made)],), 2)[2:-1]
+    assert type(loads(b"\x80\x04" + _named(module, name) + arguments + b"R.")) is Foreign
     assert not made.exists()
-
-
-def _named(module: str, name: str) -> bytes:
-    """Return the opcodes that put what a module holds under a name on the stack."""
-    return b"".join(b"\x8c" + bytes([len(each)]) + each.encode() for each in (module, name)) + b"\x93"
 
 
 VERDICTS = "lab.checks.run.verdicts"
