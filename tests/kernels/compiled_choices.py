@@ -1,8 +1,8 @@
 """Compiles every Triton kernel that the host code chooses, for every GPU that it knows, on a machine without one.
 
-    python -m tests.kernels.compiled_choices --record results/blackwell-dry-run/portable.json   # 800 kernels: half an hour
-    python -m tests.kernels.compiled_choices --tables results/blackwell-dry-run/portable.json   # in Markdown, for portable.md
-    python -m tests.kernels.compiled_choices --check results/blackwell-dry-run/portable.json    # all choices, a few compiled
+    python -m tests.kernels.compiled_choices --record results/blackwell-dry-run/portable.json.gz   # 800 kernels: half an hour
+    python -m tests.kernels.compiled_choices --tables results/blackwell-dry-run/portable.json.gz   # in Markdown, for portable.md
+    python -m tests.kernels.compiled_choices --check results/blackwell-dry-run/portable.json.gz    # all choices, a few compiled
 
 `TRITON_CACHE_DIR` keeps what was compiled.
 """
@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 import lab.kernels.portable
 import lab.kernels.serving
-from lab.files import write_text
+from lab.files import read_json, write_text
 from lab.gpus import family_that_runs, sm_name
 from tests.kernels.every_choice import every_choice
 from tests.kernels.gpu_target import MULTIPROCESSORS, TENSOR_MEMORY_COLUMNS, Compiled, forget_line_numbers, gpu_target
@@ -197,7 +197,7 @@ def main() -> int:
     if options.record:
         write_text(options.record, as_json(record(options.targets)))
         return 0
-    recorded = json.loads((options.tables or options.check).read_text())
+    recorded = read_json(options.tables or options.check)
     if options.tables:
         print(tables(recorded), end="")
         return 0
