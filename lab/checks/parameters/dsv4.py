@@ -151,15 +151,16 @@ def _pools(call: BuiltCall) -> None:
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     if form == Cache.ONE_TENSOR:
         _join_pools(call.given)
+    far = call.forms["far"]
+    if far in POOLS:  # its last page is one that rows read
+        call.given[far] = call.given[far][: _last_page(call, far == POOLS[0]) + 1]
     for name in POOLS:
         pages = call.given[name]
-        if call.forms["far"] == name:  # the last page is one that rows read
-            pages = pages[: _last_page(call, name == POOLS[0]) + 1]
         pages = form.of(pages, 1)
         call.given[name] = pages.unsqueeze(2) if is_nhd else pages.unsqueeze(1) if form == Cache.FOUR_AXES else pages
     if is_nhd:
         call.given["kv_layout"] = "NHD"
-    if form in (Cache.PAGES_APART, Cache.TOKENS_APART) or call.forms["far"] in POOLS:
+    if form in (Cache.PAGES_APART, Cache.TOKENS_APART) or far in POOLS:
         call.given["sparse_indices_are_storage_offsets"] = False
     if call.forms["backend"] != "auto":
         call.given["backend"] = call.forms["backend"]

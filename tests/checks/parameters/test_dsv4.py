@@ -40,6 +40,17 @@ def test_columns_that_a_row_does_not_use_hold_entries_that_would_show() -> None:
     assert (far["sparse_indices"][~DSV4DecodeCall(**far).problem().columns_in_use()] == 2**30).all()
 
 
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+@pytest.mark.parametrize("far", ["swa_kv_cache", "compressed_kv_cache"])
+def test_rows_read_the_last_page_of_a_pool_whose_pages_are_far_apart(far: str, kv_layout: str) -> None:
+    call = call_of(q_len=2, far=far, kv_layout=kv_layout, sparse_indices="tail far outside")
+    problem = DSV4DecodeCall(**call.given).problem()
+    pool = problem.window_cache if far == "swa_kv_cache" else problem.k_cache
+    is_window = torch.arange(problem.selected.shape[1]) < WINDOW
+    read = problem.selected[problem.columns_in_use() & (is_window == (far == "swa_kv_cache"))]
+    assert int(read.max()) // pool.shape[2] == pool.shape[0] - 1
+
+
 def test_the_truth_is_of_the_histories_that_places_name() -> None:
     """Each position that a row selects is, at its place, the entry of its request's history."""
     call = call_of(q_len=2, window_entries="shuffled", compressed_entries="mixed", dtypes="bf16/bf16")
