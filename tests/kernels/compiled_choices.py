@@ -1,7 +1,7 @@
 """Compiles every Triton kernel that the host code chooses, for every GPU that it knows, on a machine without one.
 
     python -m tests.kernels.compiled_choices --record results/blackwell-dry-run/portable.json.gz   # 800 kernels: half an hour
-    python -m tests.kernels.compiled_choices --tables results/blackwell-dry-run/portable.json.gz   # in Markdown, for portable.md
+    python -m tests.kernels.compiled_choices --tables results/blackwell-dry-run/portable.json.gz   # in Markdown
     python -m tests.kernels.compiled_choices --check results/blackwell-dry-run/portable.json.gz    # all choices, a few compiled
 
 `TRITON_CACHE_DIR` keeps what was compiled.
