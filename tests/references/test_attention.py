@@ -1,5 +1,6 @@
 """The definition under the references, against torch's scaled_dot_product_attention in float64 and torch.logsumexp."""
 
+import inspect
 import math
 import re
 from typing import Any
@@ -112,6 +113,11 @@ def test_bad_arguments_are_refused_in_a_sentence(change: dict[str, Any], error: 
         attention(**inputs() | change)
     with pytest.raises(error, match=re.escape(says)):
         eager_attention(**inputs() | change, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
+
+
+def test_the_signature_names_the_terms_of_the_softmax() -> None:
+    for function in (attention, eager_attention):
+        assert {"bmm1_scale", "bmm2_scale", "sinks"} < set(inspect.signature(function).parameters)
 
 
 def test_dtypes_of_a_control_are_float_dtypes() -> None:

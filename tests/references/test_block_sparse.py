@@ -108,5 +108,6 @@ def test_a_request_has_the_keys_of_its_longest_head() -> None:
     problem = DecodeCall(**block_sparse_arguments(random_batch([1] * 3, KV_LENS), PAGES)).problem()
     assert (problem.batch_size, problem.kv_lens()) == (3, [32, 16, 37])
     assert [each.seq_lens.tolist() for each in problem.of_kv_heads()] == [[18, 16, 16], [32, 0, 37]]
+    assert {(each.num_qo_heads, each.k_cache.shape[1]) for each in problem.of_kv_heads()} == {(problem.group, 1)}
     plain = DecodeCall(**decode_arguments(random_batch([1] * 3, KV_LENS))).problem()
     assert plain.of_kv_heads() == [plain]

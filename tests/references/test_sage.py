@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls import RaggedContextCall
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.names import AttentionCall
 from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError, recorded_fault
 from lab.recorded.shrink import shrunk
 from lab.references import assert_close_to_reference, trtllm_ragged_attention_deepseek
+from lab.references.assertion import truth_of_problem
 from tests.cases import Arguments, ragged_arguments, ragged_batch
 
 E4M3 = torch.float8_e4m3fn
@@ -96,6 +98,7 @@ def test_the_assertion_takes_a_rounded_result_and_refuses_one_of_another_scale()
     right = by_loop(given).bfloat16()
     whole = torch.cat((right, right[:PADDING]))
     assert_close_to_reference(whole, **given)
+    assert truth_of_problem(RaggedContextCall(**given).problem()).arithmetic == E4M3
     with pytest.raises(AssertionError, match="vectors are wrong"):
         assert_close_to_reference(1.4 * whole, **given)
 

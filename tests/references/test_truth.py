@@ -152,6 +152,13 @@ def test_two_roundings_are_always_allowed(least_bound: float, bound: float) -> N
     assert exact.compare(exact.expected, least_bound).bound.item() == bound
 
 
+def test_an_lse_may_differ_by_its_bound() -> None:
+    """The LSE is 1; the bound is 0.004 and 1e-5 of the LSE."""
+    told = truth([[0.0, 0.0]], [[1.0, 1.0]])
+    assert told.wrong_lse(torch.tensor([[1.004]])) == ""
+    assert told.wrong_lse(torch.tensor([[1.0041]])).startswith("1 LSEs are wrong")
+
+
 def test_the_rounding_of_large_scores_to_float32_is_allowed() -> None:
     """Two keys of scores of about 2 ** 14 in base 2: float32 has multiples of 2 ** -10 there. A request without keys."""
     large = truth([[2.0**14 * LN2, 2.0**14 * LN2], []], [[1.0, -0.5], []])
