@@ -1,6 +1,6 @@
 """What is drawn of a draft extend's graph: which cells a replay writes, held against rules stated here; recorded times."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import lab.references
 from lab.metadata import ForwardMode, SpecInfo
 from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
+from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
 from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from studies.pictures.static_buffers import (
     ALONG,
@@ -25,7 +25,9 @@ from studies.stand_in_model import StandInModel, StandInPass, draw_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import PAGE_SIZE, new_model
 from tests.reports.pictures.figures import gids, marks, rectangles, words
+from tests.studies.recorded import recorded
 
+RECORDED = recorded("draft_extend_graph")
 WIDTH, CAPTURED = 2, (2, 4)
 FIRST, SECOND, THIRD = (40, 17, 60, 30), (5, 33, 10), (14,)  # tokens before the pass
 LIVE, PADDING, STALE_READ, STALE, PRESET = CellState
@@ -128,42 +130,24 @@ def test_every_cell_is_drawn_with_its_value(replayed: Callable[[], ReplayedBuffe
     assert said.count("not run") == buffers.max_batch_size - buffers.captured_size
 
 
-def row_of(form: DraftExtendOutput, size: int, median_us: float, **changes: Any) -> dict[str, Any]:
-    facts = {"form": form.value, "batch_size": size, "num_draft_tokens": 4, "median_us": median_us}
-    return facts | {"floor_us": median_us / 2, "throttled_by": []} | changes
-
-
 def test_forms_are_bars_over_their_floors() -> None:
-    selected, everything = DraftExtendOutput.SELECTED_ROW, DraftExtendOutput.ALL_ROWS
-    rows = [
-        row_of(everything, 1, 30.0),
-        row_of(selected, 1, 20.0),
-        row_of(selected, 8, 25.0, throttled_by=["power limit"]),
-        row_of(selected, 8, 40.0, num_draft_tokens=8),
-    ]
-    figure = forms_figure(rows, "a title")
-    four, eight = figure.axes
-    drawn = [(bar.axes, bar.get_height(), bool(bar.get_hatch())) for bar in rectangles(figure)]
-    assert drawn == [(four, 30.0, False), (four, 20.0, False), (four, 25.0, True), (eight, 40.0, False)]
-    assert [line.get_ydata()[0] for line in four.lines] == [15.0, 10.0, 12.5]
-    assert [each.get_title() for each in figure.axes] == ["4 draft tokens", "8 draft tokens"]
-    assert "hatched: clocks held back (power limit)" in words(figure)
-    assert not any(word.startswith("hatched") for word in words(forms_figure(rows[:2], "a title")))
-
-
-def variant(name: str, size: int, completion_us: float, **changes: Any) -> Mapping[str, Any]:
-    facts = {"arm": name, "batch_size": size, "completion_us": completion_us, "host_us": 5.0, "median_us": 7.0}
-    return facts | {"throttled_by": []} | changes
+    figure = forms_figure(RECORDED["forms"], "a title")
+    for axes, width in zip(figure.axes, (2, 4, 8), strict=True):
+        rows = [row for row in RECORDED["forms"] if row["num_draft_tokens"] == width]
+        bars = [(bar.get_height(), bool(bar.get_hatch())) for bar in axes.patches]
+        assert bars == [(row["median_us"], bool(row["throttled_by"])) for row in rows]
+        assert [line.get_ydata()[0] for line in axes.lines] == [row["floor_us"] for row in rows]
+        assert axes.get_title() == f"{width} draft tokens"
+    assert any(word.startswith("hatched: clocks held back (power limit") for word in words(figure))
 
 
 def test_variants_are_bars_with_marks_of_their_parts() -> None:
-    rows = [
-        variant("eager", 1, 90.0),
-        variant("graph", 1, 40.0, host_us=3.0, median_us=30.0, throttled_by=["power limit"]),
-    ]
+    rows = [row for row in RECORDED["modes"] if row["mode"] == "target_verify" and row["arm"] != "load"]
     figure = eager_or_graph_figure(rows, "a title")
     (axes,) = figure.axes
-    assert [bar.get_width() for bar in rectangles(figure)] == [90.0, 40.0]
-    assert [x for x, _ in marks(axes)] == [5.0, 7.0, 3.0, 30.0]
-    assert [line.get_markerfacecolor() for line in axes.lines[1::2]] == ["black", "white"]
-    assert {"1 request", "90", "40", "the same, clocks held back (power limit)"} <= set(words(figure))
+    rows = sorted(rows, key=lambda row: str(row["arm"]))
+    assert [bar.get_width() for bar in rectangles(figure)] == [row["completion_us"] for row in rows]
+    assert [x for x, _ in marks(axes)] == [row[name] for row in rows for name in ("host_us", "median_us")]
+    faces = [line.get_markerfacecolor() for line in axes.lines[1::2]]
+    assert faces == ["white" if row["throttled_by"] else "black" for row in rows]
+    assert {"1 request", f"{rows[0]['completion_us']:,.0f}"} <= set(words(figure))

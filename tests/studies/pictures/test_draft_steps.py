@@ -26,7 +26,9 @@ from studies.pictures.draft_steps import (
     steps_figure,
 )
 from tests.reports.pictures.figures import curves, words
+from tests.studies.recorded import recorded
 
+ROWS = recorded("draft_steps")["rows"]
 PREFIX_LENS, NUM_STEPS, P = (9, 6), 3, 4
 
 Built = tuple[ForwardBatch, KVPool, PreparedDraft, DraftBuffers]
@@ -90,45 +92,28 @@ def test_the_pages_drawn_cover_the_lengths() -> None:
     assert "step 2: seq_lens" not in said
 
 
-def a_row(kernel: str, requests: int, tokens: int, median_us: float, num_steps: int = 3) -> dict[str, Any]:
-    return {
-        "point": f"{requests}x{tokens}/steps{num_steps}",
-        "mode": "draft_steps" if " " in kernel else "kv_indices",
-        "kernel": kernel,
-        "requests": requests,
-        "kv_tokens": requests * tokens,
-        "num_steps": num_steps,
-        "median_us": median_us,
-        "floor_us": median_us / 4,
+def test_each_panel_has_the_times_of_its_rows() -> None:
+    rows = {
+        (row["kernel"], row["requests"], row["kv_tokens"] / row["requests"], row["num_steps"]): row
+        for row in ROWS
+        if not row["point"].startswith("trace")
     }
 
+    def over_tokens(kernel: str, requests: int, steps: int, value: str = "median_us") -> list[tuple[float, float]]:
+        of_curve = [key for key in rows if (key[0], key[1], key[3]) == (kernel, requests, steps)]
+        return sorted((key[2], rows[key][value]) for key in of_curve)
 
-def some_rows() -> list[dict[str, Any]]:
-    """Each with a time of its own, longer requests first; among them what must not be drawn."""
-    plans = [f"{attention} {plan}" for attention in ("mha", "mla") for plan in PLANS]
-    kernels = (*plans, "mha common_template eager", "serial", "spread")
-    shapes = [(kernel, n, t, s) for kernel in kernels for n in (1, 8) for t in (8192, 1024) for s in (3, 2)]
-    rows = [a_row(kernel, n, t, 10.0 + i, s) for i, (kernel, n, t, s) in enumerate(shapes)]
-    traced = [row | {"point": "trace8/steps3", "median_us": 1e6} for row in rows[::8]]
-    return traced + rows
-
-
-def test_each_panel_has_the_times_of_its_rows() -> None:
-    rows = some_rows()
-    time_of = {(row["kernel"], row["point"]): row["median_us"] for row in rows if "trace" not in row["point"]}
-
-    def over_tokens(kernel: str, requests: int, steps: int) -> list[tuple[int, float]]:
-        return [(tokens, time_of[kernel, f"{requests}x{tokens}/steps{steps}"]) for tokens in (1024, 8192)]
-
-    panels = [(attention, requests) for attention in ("mha", "mla") for requests in (1, 8)]
-    for axes, (attention, requests) in zip(draft_times_figure(rows, "times").axes, panels, strict=True):
+    counts = sorted(requests for requests in {key[1] for key in rows} if len(over_tokens("serial", requests, 3)) > 1)
+    panels = [(attention, requests) for attention in ("mha", "mla") for requests in counts]
+    for axes, (attention, requests) in zip(draft_times_figure(ROWS, "times").axes, panels, strict=True):
         assert curves(axes) == [over_tokens(f"{attention} {plan}", requests, 3) for plan in PLANS]
-    for axes, requests in zip(lists_figure(rows, "lists", num_steps=2).axes, (1, 8), strict=True):
-        serial, spread = (over_tokens(kernel, requests, 2) for kernel in ("serial", "spread"))
-        assert curves(axes) == [serial, spread, [(tokens, time_us / 4) for tokens, time_us in serial]]
-    for axes, attention in zip(steps_figure(rows, "steps", requests=8, tokens=1024).axes, ("mha", "mla"), strict=True):
+    for axes, requests in zip(lists_figure(ROWS, "lists").axes, counts, strict=True):
+        floor = over_tokens("serial", requests, 3, "floor_us")
+        assert curves(axes) == [*(over_tokens(kernel, requests, 3) for kernel in ("serial", "spread")), floor]
+    for axes, attention in zip(steps_figure(ROWS, "steps", requests=64, tokens=8192).axes, ("mha", "mla"), strict=True):
         assert curves(axes) == [
-            [(steps, time_of[f"{attention} {plan}", f"8x1024/steps{steps}"]) for steps in (2, 3)] for plan in PLANS
+            [(steps, rows[f"{attention} {plan}", 64, 8192, steps]["median_us"]) for steps in (2, 3, 4, 5)]
+            for plan in PLANS
         ]
 
 

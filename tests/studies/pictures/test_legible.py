@@ -23,7 +23,7 @@ from tests.devices import IN_INTERPRETER
 from tests.reports.pictures.figures import assert_legible
 from tests.studies.pictures.test_draft_extend_graph import FIRST, SECOND, Replays, padded, smaller
 from tests.studies.pictures.test_draft_extend_kernels import SOME_ROWS
-from tests.studies.pictures.test_draft_steps import built, some_rows
+from tests.studies.pictures.test_draft_steps import built
 from tests.studies.pictures.test_forward_modes import PASSES, a_pass, drawn
 from tests.studies.pictures.test_judging import RECORDS
 from tests.studies.pictures.test_length_copy import ARM, TIMELINE, VARIANTS, masks
@@ -78,7 +78,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "draft, lists": partial(lists_figure, STEPS["rows"], TITLE),
     "draft, steps": partial(steps_figure, STEPS["rows"], TITLE, requests=64, tokens=8192),
     "draft, times": partial(draft_times_figure, STEPS["rows"], TITLE),
-    **{f"draft, {steps} steps built": partial(of_steps, steps) for steps in (2, 3, 8)},
+    **{f"draft, {steps} steps built": partial(of_steps, steps) for steps in (2, 8)},
     "graph, forms": partial(forms_figure, GRAPH["forms"], TITLE),
     **{f"graph, {mode}": partial(of_mode, mode) for mode in {row["mode"]: 0 for row in GRAPH["modes"]}},
     "loops": partial(variants_figure, VARIANTS, TITLE),
@@ -93,11 +93,11 @@ NOT_DRAWN: dict[str, Callable[[], Figure]] = {
     "no recorded point of the decode call has 3 query rows": partial(floor_share_figure, SOME_ROWS, TITLE, (3,)),
     "no ragged lists": lambda: built_figure(*built(plan=DraftPlan.PER_STEP), TITLE),
     "41 slots side by side, more than 40": lambda: built_figure(*built((17, 17)), TITLE),
-    "no recorded row has 7 steps": partial(draft_times_figure, some_rows(), TITLE, num_steps=7),
+    "no recorded row has 7 steps": partial(draft_times_figure, STEPS["rows"], TITLE, num_steps=7),
     "no recorded row has kernel 'mla one_launch'": partial(
-        draft_times_figure, without("kernel", "mla one_launch", some_rows()), TITLE
+        draft_times_figure, without("kernel", "mla one_launch", STEPS["rows"]), TITLE
     ),
-    "no recorded row has 5 requests of 10 tokens": partial(steps_figure, some_rows(), TITLE, requests=5, tokens=10),
+    "no recorded row has 5 requests of 10 tokens": partial(steps_figure, STEPS["rows"], TITLE, requests=5, tokens=10),
     "44 slots side by side, more than 40": lambda: drawn(a_pass("decode", prefix_lens=(40,), q_lens=(1,))),
     "2 steps and 3 GPU activities, expected equally many": partial(of_timeline, TIMELINE[:-1]),
     "0 steps and 4 GPU activities, expected equally many": partial(of_timeline, TIMELINE[4:]),

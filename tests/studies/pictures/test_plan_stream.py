@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
@@ -77,37 +78,18 @@ def test_recorded_iterations_are_legible_and_agree_with_their_medians() -> None:
             assert sum(each["phase"] == "plan" for each in variant["timeline"]) == medians["plan_launches"]
 
 
-def variant(start: str, traced: list[list[float]], untraced: list[float], **changes: Any) -> dict[str, Any]:
-    values = sorted(value for run in traced for value in run)
-    return {
-        "drafts": "chains",
-        "builder": "fused",
-        "draft_us": 100.0,
-        "start": start,
-        "medians": {"iteration_us": values[len(values) // 2]},
-        "runs": [[{"iteration_us": value} for value in run] for run in traced],
-        "unprofiled_iteration_us": untraced,
-    } | changes
-
-
-def test_savings_in_numbers() -> None:
-    rows = [
-        variant("in line", [[10.0, 12.0, 11.0], [14.0, 15.0, 30.0]], [20.0, 22.0, 21.0]),
-        variant("after the draft", [[90.0] * 3, [90.0] * 3], [90.0] * 3),
-        variant("after the inputs", [[9.0, 8.0, 7.0], [16.0, 13.0, 14.0]], [19.0, 25.0, 24.0]),
-        variant("in line", [[1.0]], [1.0], drafts="trees"),  # has no other to compare with
-    ]
-    (saved,) = savings_of_overlap(rows)
-    assert saved.name == "chains, fused, draft of 100 µs"
-    assert saved.traced_us == 14.0 - 13.0
-    assert saved.traced_rounds_us == (11.0 - 8.0, 15.0 - 14.0)
-    assert saved.untraced_us == 21.0 - 24.0
-    assert saved.untraced_rounds_us == (1.0, -3.0, -3.0)
-
-
 def test_savings_are_bars_with_a_dot_per_round() -> None:
     saved = savings_of_overlap(RECORDED["arms"])
-    assert len(saved) == len(RECORDED["arms"]) / 3
+    arms = {(row["drafts"], row["builder"], row["draft_us"], row["start"]): row for row in RECORDED["arms"]}
+    for each, kind in zip(saved, dict.fromkeys(key[:3] for key in arms), strict=True):
+        pair = [arms[(*kind, start)] for start in ("in line", "after the inputs")]
+        assert each.name == "{}, {}, draft of {:g} µs".format(*kind)
+        assert each.traced_us == -np.diff([row["medians"]["iteration_us"] for row in pair])
+        traced = [[np.median([step["iteration_us"] for step in run]) for run in row["runs"]] for row in pair]
+        assert each.traced_rounds_us == tuple(np.subtract(*traced))
+        untraced = [row["unprofiled_iteration_us"] for row in pair]
+        assert each.untraced_us == -np.diff(np.median(untraced, axis=1))
+        assert each.untraced_rounds_us == tuple(np.subtract(*untraced))
     figure = saved_figure(saved, "a title")
     (axes,) = figure.axes
     assert [bar.get_width() for bar in rectangles(figure)] == [
