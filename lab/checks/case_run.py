@@ -28,7 +28,6 @@ from lab.checks.run.verdicts import (
     BitDifference,
     CheckedResult,
     OutputComparison,
-    SavedOutput,
     compare_bits,
     compare_lse,
     compare_output,
@@ -41,7 +40,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention
 from lab.workloads.inputs.call import BuiltCall, CallInputs
 from lab.workloads.inputs.contents import new_workspace
-from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.expected import SavedTensor, made
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
@@ -122,7 +121,7 @@ class CaseRun:
         self.judged = 0  #: number of results that were compared
         self.results: list[CheckedResult] = []  #: the results that were compared
         self.saves_output = saves_output  #: whether the first output is saved before it is compared
-        self.output: SavedOutput | None = None  #: the saved output
+        self.output: SavedTensor | None = None  #: the saved output
         self.called = self._of_case = features_of_case(case)  #: the features of the last call
         self._log = CallLog()
 
@@ -290,7 +289,7 @@ class CaseRun:
             return
         self.judged += 1
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
-            self.output = SavedOutput.of(result.out)  # before a kernel's timer can find the expected result
+            self.output = SavedTensor.of(result.out)  # before a kernel's timer can find the expected result
         truth = made(truth)
         self._compared(what, kind, compare_output(result.out, truth, least_bound), result.call)
         if result.lse is not None and result.out.shape == truth.expected.shape:

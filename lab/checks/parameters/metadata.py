@@ -278,28 +278,23 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
+
+    def new_pages(count: int) -> Tensor:
+        others = torch.randperm(count - 1, generator=generator) + 1
+        return torch.cat([torch.zeros(1, dtype=torch.int64), others]).to(pool.device)
+
+    def moved(slots: Tensor, pages: Tensor, page_size: int = pool.page_size) -> Tensor:
+        slots = slots.to(torch.int64)
+        return torch.where(slots < 0, slots, pages[slots // page_size] * page_size + slots % page_size)
+
+    pages = new_pages(pool.num_pages)
     if pool.v2p is not None:
-        pool.v2p.copy_(_renumbering(pool.num_pages, 1, generator, pool.device)(pool.v2p))
+        pool.v2p.copy_(moved(pool.v2p, pages, 1))
         return
-    renumber = _renumbering(pool.num_pages, pool.page_size, generator, pool.device)
     if pool.full_to_swa is not None:
         assert pool.swa_num_pages is not None
-        of_window = _renumbering(pool.swa_num_pages, pool.page_size, generator, pool.device)
         slots = torch.arange(pool.num_pages * pool.page_size, device=pool.device)
-        mapped = of_window(pool.full_to_swa[slots])
-        pool.full_to_swa[renumber(slots)] = mapped
-    pool.req_to_token.copy_(renumber(pool.req_to_token))
-    batch.out_cache_loc.copy_(renumber(batch.out_cache_loc))
-
-
-def _renumbering(
-    num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
-    others = others.to(device)
-
-    def renumber(slots: Tensor) -> Tensor:
-        slots = slots.to(torch.int64)
-        return torch.where(slots < 0, slots, others[slots // page_size] * page_size + slots % page_size)
-
-    return renumber
+        of_window = moved(pool.full_to_swa[slots], new_pages(pool.swa_num_pages))
+        pool.full_to_swa[moved(slots, pages)] = of_window
+    pool.req_to_token.copy_(moved(pool.req_to_token, pages))
+    batch.out_cache_loc.copy_(moved(batch.out_cache_loc, pages))

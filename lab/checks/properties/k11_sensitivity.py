@@ -19,7 +19,7 @@ from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.inputs.masks import draft_masks, tree
+from lab.workloads.inputs.masks import draft_masks
 
 WINDOW = 20  # window_left: short enough to hide keys of every request, and with many rows also tokens of a draft
 FAR = 64.0  # factor of a row's logits: exp2 of the difference underflows, and an e4m3 query does not overflow
@@ -188,18 +188,14 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs, changes: dict[str, Any
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    inputs = run.build(case)
-    rows = f"of {case.q_lens[0]} rows"
+    inputs, masks, rows = run.build(case), draft_masks(case), f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())
-    masks: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = [
-        (f"{name} {rows}", shown, {}, {}) for name, shown in draft_masks(case).items()
-    ]
-    shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
-    masks.append((f"tree mask {rows} and the LSE", shown, {"return_lse": True}, {}))
-    for name, changes in _sinks_and_window(run, inputs).items():
-        masks.append((f"tree mask {rows}{name}", shown, changes, changes))
-    for what, shown, changes, rules in masks:
+    calls = [(f"{name} {rows}", shown, dict[str, Any]()) for name, shown in masks.items()]
+    more = {" and the LSE": {"return_lse": True}, **_sinks_and_window(run, inputs)}
+    calls += [(f"tree mask {rows}{name}", masks["tree mask"], changes) for name, changes in more.items()]
+    for what, shown, changes in calls:
         masked = replace(inputs, shown=shown.to(run.device))
+        rules = {name: value for name, value in changes.items() if name != "return_lse"}
         run.vary(what, masked, masked.truth(**rules), **changes)
 
 

@@ -17,11 +17,12 @@ from lab.checks.case_run import MOST_SAVED_ELEMENTS, USUAL_RANGES, CaseRun, Resu
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import FAMILIES, Configuration
 from lab.checks.run.judging import AUDITED_CHECKS, failure_of_the_lab, is_of_memory, memory_is_full
-from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput, dishonest
+from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, dishonest
 from lab.checks.run.workers import Workers
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention
+from lab.workloads.inputs.expected import SavedTensor
 from lab.workloads.inputs.forward_pass import build_forward
 
 AUDITED = 8  # most configurations, and most other cases, of each function: at least one of each audited check
@@ -83,7 +84,7 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     return pool.apart(judge_output, verdict.case, str(pool.device), judged.output, verdict.ranges)
 
 
-def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Ranges = USUAL_RANGES) -> Judged:
+def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Ranges = USUAL_RANGES) -> Judged:
     """Compare the output that a worker sent with the expected output of the case's first call. The outcome is DECLINED if the
     output is too large to be sent (more than `MOST_SAVED_ELEMENTS`), if it has no rows, or if the memory does not suffice.
     """
@@ -107,6 +108,6 @@ def judge_output(case: Any, device: str, saved: SavedOutput | None, ranges: Rang
         is_sent = truth.expected.numel() <= MOST_SAVED_ELEMENTS
         return Judged(Outcome.DISHONEST, (NO_OUTPUT,)) if is_sent else Judged(Outcome.DECLINED)
     what = "the call, made again and judged where the kernel's code never was"
-    run.expect_close(what, Result(saved.tensor().to(where), None), truth)
+    run.expect_close(what, Result(saved.tensor(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT
     return Judged(outcome, tuple(run.wrongs), (), run.worst_ratio, run.judged, tuple(run.results))

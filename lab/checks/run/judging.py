@@ -94,7 +94,8 @@ def judge_task(implementation: Any, task: Task) -> Judged:
     """
     if time.monotonic() > task.end:
         raise TooLate
-    check, device, folder = _check(task.check), torch.device(task.device), os.getcwd()
+    check = ONE_CALL if task.check == DISCOVERY else checks_by_key()[task.check]
+    device, folder = torch.device(task.device), os.getcwd()
     refusals = None if task.refusals is None else task.refusals.resolve()
     try:
         judged = run_case(implementation, check, task.case, device, task.ranges, refusals)
@@ -104,16 +105,12 @@ def judge_task(implementation: Any, task: Task) -> Judged:
     return dishonest(judged, in_words(changed)) if changed else judged
 
 
-@functools.cache
-def _check(key: str) -> Check:
-    if key != DISCOVERY:
-        return checks_by_key()[key]
+def _call_once(run: CaseRun) -> None:
+    run.call(run.build())
+    run.judged += 1
 
-    def call_once(run: CaseRun) -> None:
-        run.call(run.build())
-        run.judged += 1
 
-    return Check(DISCOVERY, "", lambda *_: (), call_once)
+ONE_CALL = Check(DISCOVERY, "", lambda _: (), _call_once)
 
 
 def run_case(

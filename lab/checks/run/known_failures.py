@@ -101,7 +101,7 @@ def known(
 def wrong_requests(sentence: str) -> list[int]:
     # From words such as "of requests [0, 3]".
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
-    return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
+    return [*map(int, re.findall("[0-9]+", named[1]))] if named else []
 
 
 def case_of(case: Any) -> Any:

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.run.verdicts import BitDifference, CheckedResult, Judged, Outcome, SavedOutput, TooLate, WrongVector
+from lab.checks.run.verdicts import BitDifference, CheckedResult, Judged, Outcome, TooLate, WrongVector
 from lab.loading import LoadError
+from lab.workloads.inputs.expected import SavedTensor
 from lab.workloads.interfaces import MetadataFunction
 
 # The classes of a case's judgement, and of the values that `Workers.call` returns or raises.
 _SENT = (
-    *(Judged, Outcome, BitDifference, CheckedResult, WrongVector, SavedOutput),
+    *(Judged, Outcome, BitDifference, CheckedResult, WrongVector, SavedTensor),
     *(AttentionCall, MetadataFunction, LoadError, TooLate, pickle.PicklingError),
     # Built-in exceptions, without KeyboardInterrupt and SystemExit, which would end the main process.
     *(each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)),

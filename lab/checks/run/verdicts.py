@@ -13,6 +13,7 @@ from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.errors import Truth
 from lab.wording import printable
+from lab.workloads.inputs.expected import SavedTensor
 from lab.workloads.inputs.guards import as_integers
 from lab.workloads.interfaces import Interface
 
@@ -85,25 +86,6 @@ class CheckedResult:
 
 
 @dataclass(frozen=True)
-class SavedOutput:
-    """An output tensor as bytes, which another process can read without running code of the kernel."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, out: Tensor) -> "SavedOutput":
-        plain = out.detach().cpu().contiguous()
-        return cls(out.dtype, tuple(out.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-
-    def tensor(self) -> Tensor:
-        if not self.data:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
 class Judged:
     """What a check found in a case: the outcome, sentences about errors and refused calls, and the compared results."""
 
@@ -113,7 +95,7 @@ class Judged:
     worst_ratio: float = 0.0  # largest ratio of an error to its bound
     judged: int = 0  # number of results that were compared
     results: tuple[CheckedResult, ...] = ()
-    output: SavedOutput | None = field(default=None, repr=False, compare=False)  # the first output, for the audit
+    output: SavedTensor | None = field(default=None, repr=False, compare=False)  # the first output, for the audit
     remarks: tuple[str, ...] = ()  # notes for the reader, which do not change the outcome
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong

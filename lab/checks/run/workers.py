@@ -45,6 +45,7 @@ MOST_LAST_WORDS = 10_000  # characters
 SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: it can judge no more cases; a kernel ended it with status 0
 FORKS_ENDED = 255  # exit status of each worker if the process that forks all workers has ended
 NOTED_AT = 0.9  # share of the time limit after which a worker records its stack
+STACK = ".stack"  # suffix of the file to which it records the stack
 SHOWN_FRAMES = 3  # innermost frames of this stack in the verdict
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
@@ -293,7 +294,7 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
     """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
-    with _stack_file(last_words).open("w") as stack, last_words.open("w") as words:
+    with last_words.with_suffix(STACK).open("w") as stack, last_words.open("w") as words:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
             implementation = load(name)
@@ -323,13 +324,9 @@ def _lost(judged: Judged, where: torch.device) -> str:
     return ""
 
 
-def _stack_file(last_words: Path) -> Path:
-    return last_words.with_suffix(".stack")
-
-
 def _calls_in(last_words: Path) -> str:
     # The functions in which the worker was shortly before its time limit, from the stack that it recorded.
-    path = _stack_file(last_words)
+    path = last_words.with_suffix(STACK)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
     chain = ", called by ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)

@@ -1,6 +1,7 @@
 """Expected results that are computed at their first use and stored as bytes, so that no kernel can find them as a tensor."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,25 @@ from lab.references.truth import truth_of_heads, truth_of_selected
 # Expected outputs with more elements are not stored but computed at each use.
 MOST_KEPT_ELEMENTS = 2**20
 SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor as bytes. A kernel cannot find it as a tensor, and another process reads it without running a kernel's code."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SavedTensor":
+        elements = tensor.detach().cpu().contiguous().view(-1)
+        return cls(tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy().tobytes())
+
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(self.shape).to(device)
 
 
 class LateTruth:
@@ -32,11 +52,13 @@ class LateTruth:
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
         if self._kept is not None:
-            device = self._made_from[0].device
-            return Truth(**{name: _restored(value, device) for name, value in self._kept.items()})
+            device, fields = self._made_from[0].device, dict(self._kept)
+            saved = {name: each for name, each in fields.items() if isinstance(each, SavedTensor)}
+            return Truth(**fields | {name: each.tensor(device) for name, each in saved.items()})
         truth = self._make()
         if truth.expected.numel() <= MOST_KEPT_ELEMENTS:
-            self._kept = {name: _without_tensor(value) for name, value in vars(truth).items()}
+            tensors = {name: value for name, value in vars(truth).items() if isinstance(value, Tensor)}
+            self._kept = vars(truth) | {name: SavedTensor.of(value) for name, value in tensors.items()}
         return truth
 
 
@@ -66,21 +88,6 @@ def truth_of_requests(
 
     made_from = [own, *(side for each in histories for side in each), *(selected or ()), *(seen or ())]
     return cast(Truth, LateTruth(make, made_from))
-
-
-def _without_tensor(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.dtype, value.shape, bytearray(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _restored(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    dtype, shape, data = value
-    if not data:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
 
 
 def _sums(tensors: list[Tensor]) -> list[int]:

@@ -15,7 +15,6 @@ from lab.checks.run.verdicts import (
     CheckedResult,
     Judged,
     Outcome,
-    SavedOutput,
     TooLate,
     WrongVector,
     credible,
@@ -24,6 +23,7 @@ from lab.checks.run.workers import Workers
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 from lab.ranges import Ranges
+from lab.workloads.inputs.expected import SavedTensor
 
 JUDGED = Judged(
     Outcome.WRONG,
@@ -33,7 +33,7 @@ JUDGED = Judged(
     results=(
         CheckedResult("the call", {"kv_len": 3}, True, (({"kv_len": 3}, True),), WrongVector("row 0", (1.0,), (2.0,))),
     ),
-    output=SavedOutput.of(torch.arange(6, dtype=torch.bfloat16).view(2, 3)),
+    output=SavedTensor.of(torch.arange(6, dtype=torch.bfloat16).view(2, 3)),
 )
 
 
@@ -59,7 +59,7 @@ def test_what_the_judge_sends_arrives(sent: Any) -> None:
 def test_an_output_is_what_it_was() -> None:
     found = loads(pickle.dumps(JUDGED)).output.tensor()
     assert torch.equal(found, torch.arange(6, dtype=torch.bfloat16).view(2, 3))
-    assert SavedOutput.of(torch.zeros(0, 4)).tensor().shape == (0, 4)
+    assert SavedTensor.of(torch.zeros(0, 4)).tensor().shape == (0, 4)
 
 
 class Calls:
