@@ -30,24 +30,25 @@ COMMANDS = (
     "html",
 )
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
-# In a process of its own: prints which of these modules the command line has imported, and the environment's switch.
+# In a process of its own: prints after each line which of these modules are imported, and the environment's switch.
 IMPORTED = """
-import os, sys
+import os, shlex, sys
 from lab.__main__ import main
-try:
-    main(sys.argv[1:])
-except SystemExit as ended:
-    print(ended.code)
-print([name for name in ("torch", "numpy", "triton", "pytest") if name in sys.modules], os.environ.get("TRITON_INTERPRET"))
+for line in sys.argv[1:] or [""]:
+    try:
+        main(shlex.split(line))
+    except SystemExit as ended:
+        print(ended.code)
+    heavy = [name for name in ("torch", "numpy", "triton", "pytest") if name in sys.modules]
+    print(heavy, os.environ.get("TRITON_INTERPRET"))
 """
 
 
-def in_a_process(*words: str, **environment: str) -> str:
+def in_a_process(*lines: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True, env=mine | environment
-    )
-    return done.stdout
+    mine |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | environment
+    command = [sys.executable, "-c", IMPORTED, *lines]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=mine, cwd=cwd)
 
 
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,45 +64,40 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_and_completion_are_quick() -> None:
-    assert in_a_process("judge", "--help").endswith("0\n[] None\n")
-    completed = in_a_process(_LAB_COMPLETE="complete_bash", COMP_WORDS="lab exp", COMP_CWORD="1")
+    assert in_a_process("judge --help").stdout.endswith("0\n[] None\n")
+    completed = in_a_process(_LAB_COMPLETE="complete_bash", COMP_WORDS="lab exp", COMP_CWORD="1").stdout
     assert completed.startswith("experiments\n")
     assert completed.endswith("[] None\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("judge lab.references --only K99", "there is no check 'K99'"),
-        ("judge lab.references --functions decoding", "there is no function 'decoding'"),
-        ("judge lab.references --profile trt", "no profile is called 'trt'"),
-        ("judge broken.py", "broken.py cannot be imported: SyntaxError: "),
-        ("judge broken:kernel", "broken:kernel cannot be imported: SyntaxError: "),
-        ("judge absent.py", "absent.py cannot be imported: there is no such file"),
-        ("invariance broken.py", "broken.py cannot be imported: SyntaxError: "),
-        ("compare empty.json cut.json", "not compared: empty.json cannot be read: the file is empty"),
-        ("releases cut.json cut.json", "not compared: cut.json cannot be read: its end is missing: line 2, column "),
-        ("judge --case cut.json#1", "not judged: cut.json cannot be read: its end is missing"),
-        ("judge broken.json --coverage", "no coverage: broken.json cannot be read: it is no JSON (Expecting property"),
-        ("merge absent.json --out all.json", "not merged: absent.json cannot be read: No such file"),
-        ("report empty.json", "no report: empty.json cannot be read: the file is empty"),
-        ("html broken.json", "no report: broken.json is no folder"),
-    ],
-)
-def test_what_needs_no_torch_is_refused_before_its_import(line: str, sentence: str, tmp_path: Path) -> None:
-    for name, text in {
-        "broken.py": "def f(:\n",
-        "broken.json": "{]",
-        "empty.json": "",
-        "cut.json": '{"a":\n  [1, ',
-    }.items():
+WITHOUT_TORCH = {
+    "judge lab.references --only K99": "there is no check 'K99'",
+    "judge lab.references --functions decoding": "there is no function 'decoding'",
+    "judge lab.references --profile trt": "no profile is called 'trt'",
+    "judge broken.py": "broken.py cannot be imported: SyntaxError: invalid syntax (broken.py, line 1)",
+    "judge broken:kernel": "broken:kernel cannot be imported: SyntaxError: ",
+    "judge absent.py": "absent.py cannot be imported: there is no such file",
+    "invariance broken.py": "broken.py cannot be imported: SyntaxError: ",
+    "compare empty.json cut.json": "not compared: empty.json cannot be read: the file is empty",
+    "releases cut.json cut.json": "not compared: cut.json cannot be read: its end is missing: line 2, column ",
+    "judge --case cut.json#1": "not judged: cut.json cannot be read: its end is missing",
+    "judge broken.json --coverage": "no coverage: broken.json cannot be read: it is no JSON (Expecting property",
+    "merge absent.json --out all.json": "not merged: absent.json cannot be read: No such file",
+    "report empty.json": "no report: empty.json cannot be read: the file is empty",
+    "html broken.json": "no report: broken.json is no folder",
+}
+
+
+def test_what_needs_no_torch_is_refused_before_its_import(tmp_path: Path) -> None:
+    texts = {"broken.py": "def f(:\n", "broken.json": "{]", "empty.json": "", "cut.json": '{"a":\n  [1, '}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    mine |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-c", IMPORTED, *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=mine, cwd=tmp_path)
-    assert sentence in done.stderr
-    assert done.stdout == "2\n[] None\n"
+    done = in_a_process(*WITHOUT_TORCH, cwd=tmp_path)
+    assert done.stdout == "2\n[] None\n" * len(WITHOUT_TORCH)
+    said = done.stderr
+    for sentence in WITHOUT_TORCH.values():  # in the order of the lines
+        assert sentence in said
+        said = said.partition(sentence)[2]
 
 
 @no_gpu
@@ -111,15 +107,7 @@ def test_the_interpreter_is_switched_on_where_there_is_no_gpu_and_a_module_of_th
     (tmp_path / "mine.py").write_text(
         "import os, pathlib, triton\npathlib.Path('seen').write_text(os.environ['TRITON_INTERPRET'])\n"
     )
-    command = [sys.executable, "-c", IMPORTED.replace("main(sys.argv", "os.chdir(sys.argv.pop())\n    main(sys.argv")]
-    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [*command, "judge", "mine", "--in-process", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=mine | {"PYTHONPATH": str(ROOT)},
-    )
+    done = in_a_process("judge mine --in-process", cwd=tmp_path)
     assert "mine has none of trtllm_batch_decode_with_kv_cache" in done.stderr
     assert done.stdout.startswith("2\n")
     assert (tmp_path / "seen").read_text() == "1"
@@ -132,7 +120,6 @@ SCENARIO = "decode/llama-3.1-8b/1q1s16"
     ("line", "status", "sentence"),
     [
         ("juge", 2, "No such command 'juge'"),
-        ("judge broken.py", 2, "broken.py cannot be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
         ("ab decode/nosuch/1q1s16 lab.references lab.kernels.portable", 2, "nosuch"),
         (f"ab {SCENARIO} lab.references nowhere", 2, "nowhere cannot be imported: No module named 'nowhere'"),
         (f"ab {SCENARIO} lab.references", 2, "the two sides are the same"),
@@ -168,7 +155,6 @@ def test_a_mistake_is_a_sentence_and_an_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_text("def decode(:\n")
     assert run(line) == status
     said = capsys.readouterr().err
     assert sentence in said
@@ -214,7 +200,7 @@ def test_a_definition_that_is_interrupted_leaves_the_exit_status(tmp_path: Path)
 
 @no_gpu
 def test_a_study_that_runs_on_a_cpu_has_its_kernels_interpreted() -> None:
-    said = in_a_process("experiments", "draft-visibility", "--steps", "2", "--prefix-len", "3")
+    said = in_a_process("experiments draft-visibility --steps 2 --prefix-len 3").stdout
     assert said.endswith("'triton'] 1\n")
 
 

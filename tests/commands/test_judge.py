@@ -51,17 +51,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["judge", "tests.checks.someone_elses", "--only", "K1", *NARROW]) == 0
+    """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
+    assert run(["judge", "tests.checks.someone_elses", "--only", "K1,K4,K7,K9", *NARROW]) == 0
     said = capsys.readouterr().out
     assert "K1 oracle" in said
     assert "return_lse: it does not take these arguments" in said
     assert said.startswith("Right ")
-
-
-def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
-    assert run(["judge", "tests.checks.someone_elses", "--only", "K4,K7,K9", *NARROW]) == 0
-    assert capsys.readouterr().out.startswith("Right ")
 
 
 def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
@@ -122,15 +117,13 @@ def test_what_declines_everything_was_not_judged() -> None:
 
 def test_the_whole_command_runs_isolated_in_a_shell() -> None:
     narrow = shlex.split(shlex.join(NARROW).replace("--in-process", "").replace("--groups 2", "--groups 1,3"))
-    command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile", "--only", "K1", *narrow]
+    command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile", "--only", "K12", *narrow]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "it crashed its process (exit status 7)" in done.stdout
     assert LAST_WORD in done.stderr
-    assert LAST_WORD not in done.stdout
+    assert not [word for word in (LAST_WORD, "\x1b", "starting") if word in done.stdout]
     assert "FAILED" not in done.stderr
-    assert "\x1b" not in done.stdout
-    assert "starting" not in done.stdout
 
 
 def interrupted(folder: Path, pattern: str, signals: tuple[signal.Signals, ...]) -> tuple[int, str, str]:
@@ -155,9 +148,7 @@ def interrupted(folder: Path, pattern: str, signals: tuple[signal.Signals, ...])
     return judging.returncode, out, err
 
 
-@pytest.mark.parametrize(
-    "signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3], ids=lambda all: all[0].name
-)
+@pytest.mark.parametrize("signals", [(signal.SIGHUP,), (signal.SIGINT,) * 3], ids=lambda all: all[0].name)
 def test_an_interrupted_command_ends_quietly_and_removes_its_scratch_folder(
     signals: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
@@ -166,11 +157,8 @@ def test_an_interrupted_command_ends_quietly_and_removes_its_scratch_folder(
     assert out.startswith("Not judged: ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_command_that_is_interrupted_while_its_workers_start_ends_quietly(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    assert interrupted(tmp_path, "lab-judge-*", (number,))[0] == 130
+def test_a_command_that_is_interrupted_while_its_workers_start_ends_quietly(tmp_path: Path) -> None:
+    assert interrupted(tmp_path, "lab-judge-*", (signal.SIGTERM,))[0] == 130
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_a_case_is_judged(
@@ -198,83 +186,94 @@ def test_an_output_that_nobody_reads_is_dropped_and_one_that_is_lost_is_an_error
     assert done.stderr == f"{says}\n"
 
 
-def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, made = io.StringIO(), judge_module.Console
-    minutes = itertools.count(step=40.0)
+def shown_after_each(monkeypatch: pytest.MonkeyPatch, *steps: Progress, **console: Any) -> list[str]:
+    """Return what stands on the screen after each step of a judge whose last verdict is its report."""
+    screen, made, texts = io.StringIO(), judge_module.Console, list[str]()
 
     def judge(implementation: str, **how: Any) -> Any:
-        how["progress"](Progress(verdict_of(Outcome.WRONG), 1, 60, None))
-        assert not screen.getvalue()
-        how["progress"](Progress(verdict_of(Outcome.RIGHT), 2, 60, 300.0))
-        return report_of(verdict_of(Outcome.RIGHT))
+        for step in steps:
+            how["progress"](step)
+            texts.append(screen.getvalue())
+        return report_of(steps[-1].verdict)
 
     monkeypatch.setattr("lab.checks.run.judge.judge", judge)
+    monkeypatch.setattr(judge_module, "Console", lambda **_: made(file=screen, width=200, **console))
+    assert run(["judge", "lab.references"]) == (steps[-1].verdict.outcome is Outcome.WRONG)
+    return texts
+
+
+def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = itertools.count(step=40.0)
     monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: next(minutes)))
-    monkeypatch.setattr(judge_module, "Console", lambda **_: made(file=screen, width=200))
-    assert run(["judge", "lab.references"]) == 0
-    assert screen.getvalue().splitlines()[0] == "2 of 60 cases judged, 1 wrong or failed, about 5 minutes left"
+    steps = Progress(verdict_of(Outcome.WRONG), 1, 60, None), Progress(verdict_of(Outcome.RIGHT), 2, 60, 300.0)
+    assert shown_after_each(monkeypatch, *steps) == [
+        "",
+        "2 of 60 cases judged, 1 wrong or failed, about 5 minutes left\n",
+    ]
 
 
 def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, made = io.StringIO(), judge_module.Console
-
-    def judge(implementation: str, **how: Any) -> Any:
-        how["progress"](Progress(verdict_of(Outcome.RIGHT), 1, 2, None))
-        how["progress"](Progress(verdict_of(Outcome.WRONG, drawn=True), 1, 2, None))
-        assert "is wrong" not in screen.getvalue()
-        how["progress"](Progress(verdict_of(Outcome.WRONG), 2, 2, 0.0))
-        assert "K1 of trtllm_batch_decode_with_kv_cache is wrong" in screen.getvalue()
-        return report_of(verdict_of(Outcome.WRONG))
-
-    monkeypatch.setattr("lab.checks.run.judge.judge", judge)
-    monkeypatch.setattr(judge_module, "Console", lambda **_: made(file=screen, force_terminal=True, color_system=None))
-    assert run(["judge", "lab.references"]) == 1
+    verdicts = (verdict_of(Outcome.RIGHT), verdict_of(Outcome.WRONG, drawn=True), verdict_of(Outcome.WRONG))
+    steps = (Progress(verdict, number, 3, None) for number, verdict in enumerate(verdicts, start=1))
+    texts = shown_after_each(monkeypatch, *steps, force_terminal=True, color_system=None)
+    is_told = ["K1 of trtllm_batch_decode_with_kv_cache is wrong" in text for text in texts]
+    assert is_told == [False, False, True]
 
 
-def test_without_an_axis_the_default_space_is_judged_isolated_at_smoke_level(asked: dict[str, Any]) -> None:
-    run(["judge", "lab.references"])
-    assert asked["ranges"] == Ranges()
-    assert asked["isolated"] is True
-    assert asked["level"] == "smoke"
-    assert not asked["only"]
-
-
-def test_axes_are_narrowed(asked: dict[str, Any]) -> None:
-    run(["judge", "lab.references", *NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"])
-    assert asked["ranges"] == Ranges(
-        dtypes=((torch.bfloat16, torch.bfloat16),),
-        groups=(2,),
-        num_kv_heads=(1,),
-        head_dims=(64,),
-        page_sizes=(16,),
-        q_lens=(1, 2),
-        windows=(False,),
-        sinks=(False,),
-        nvfp4=(False,),
-        kv_layouts=("HND",),
-        masked_rows=(4,),
-        e4m3_arithmetic=True,
-        longest=40,
-    )
-
-
-def test_dtypes_are_pairs_of_query_and_cache(asked: dict[str, Any]) -> None:
-    run(["judge", "lab.references", "--dtypes", "fp16/fp16,bf16/e4m3"])
-    assert asked["ranges"].dtypes == ((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn))
-
-
-def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
-    options = "--level full --only K4,batch --time-limit-s 9 --workers 3 --most-seconds 60 --drawn 7 --in-process"
-    run(["judge", "lab.references", *shlex.split(options)])
-    expected = {"only": ["K4", "batch"], "time_limit_s": 9.0, "workers": 3, "most_seconds": 60.0, "drawn": 7}
-    assert expected.items() <= asked.items()
-    assert asked["level"] == "full"
-    assert asked["isolated"] is False
-
-
-def test_a_function_has_the_short_name_of_the_table_too(asked: dict[str, Any]) -> None:
-    run(f"judge lab.references --functions decode,{AttentionCall.MLA_DECODE.value}")
-    assert asked["functions"] == ["decode", AttentionCall.MLA_DECODE.value]
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", {"ranges": Ranges(), "isolated": True, "level": "smoke", "only": (), "for_seconds": 0}),
+        (
+            shlex.join([*NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"]),
+            {
+                "isolated": False,
+                "drawn": 0,
+                "ranges": Ranges(
+                    dtypes=((torch.bfloat16, torch.bfloat16),),
+                    groups=(2,),
+                    num_kv_heads=(1,),
+                    head_dims=(64,),
+                    page_sizes=(16,),
+                    q_lens=(1, 2),
+                    windows=(False,),
+                    sinks=(False,),
+                    nvfp4=(False,),
+                    kv_layouts=("HND",),
+                    masked_rows=(4,),
+                    e4m3_arithmetic=True,
+                    longest=40,
+                ),
+            },
+        ),
+        (
+            "--dtypes fp16/fp16,bf16/e4m3 --seed 7",
+            {"ranges": Ranges(dtypes=((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn)), seed=7)},
+        ),
+        (
+            "--level full --only K4,batch --time-limit-s 9 --workers 3 --most-seconds 60 --drawn 7",
+            {
+                "level": "full",
+                "only": ["K4", "batch"],
+                "time_limit_s": 9.0,
+                "workers": 3,
+                "most_seconds": 60.0,
+                "drawn": 7,
+            },
+        ),
+        (
+            f"--functions decode,{AttentionCall.MLA_DECODE.value}",
+            {"functions": ["decode", AttentionCall.MLA_DECODE.value]},
+        ),
+        *(
+            (f"--for {text}", {"for_seconds": seconds})
+            for text, seconds in {"90s": 90, "10m": 600, "1.5h": 5400}.items()
+        ),
+    ],
+)
+def test_options_reach_the_judge(asked: dict[str, Any], line: str, expected: dict[str, Any]) -> None:
+    run(f"judge lab.references {line}")
+    assert {name: asked[name] for name in expected} == expected
 
 
 def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,29 +287,36 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("tests.checks.nowhere", "tests.checks.nowhere cannot be imported: No module named 'tests.checks.nowhere'"),
-        (
-            "lab.references:nothing",
-            "lab.references:nothing cannot be imported: module 'lab.references' has no attribute",
-        ),
-        ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
-        ("my/kernel", "my/kernel cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("README.md", "README.md cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("report.json", "report.json names a report and no kernel: --coverage prints what"),
         ("json", f"json has none of {AttentionCall.DECODE.value}, "),
-        ("lab.references --only K99", "there is no check 'K99'; there are K1 or oracle, "),
-        ("lab.references --functions decoding", "there is no function 'decoding'; there are decode or trtllm_batch_de"),
-        ("lab.references --geometries llama", "llama is not one of llama-3.1-8b, "),
-        ("lab.references --kv-layouts NDH", "NDH is not one of HND, NHD"),
-        ("lab.references --dtypes bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3, fp16/e4m3"),
         ("lab.references --head-dims 64,0", "0 is not a whole number of at least 2"),
+        ("lab.references --head-dims 127", "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
         ("lab.references --q-lens 1 4", "unexpected extra argument"),
         ("lab.references --level most", "'--level': 'most' is not one of 'quick', 'smoke', 'full'"),
         ("lab.references --workers 0", "'--workers': 0 must be greater than or equal to 1"),
         ("lab.references --workers two", "'--workers': two must be a valid integer"),
         (f"lab.references --for {'9' * 400}s", "is no time: a number and s, m or h"),
+        *((f"lab.references --for={text}", "90s, 10m or 2h") for text in ("2", "h", "-1h", "'2 hours'", "1d")),
         ("lab.references --device gpu", "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         ("lab.references --device cuda:99", "there is no GPU 'cuda:99' here"),
+        ("lab.references --refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
+        (
+            "lab.references --out README.md",
+            "README.md cannot be read: it is no JSON (Expecting value): line 1, column 1, so that a report shall not",
+        ),
+        (
+            "lab.references --out results/nvidia-h200/clocks.json",
+            "clocks.json is no report of the judge, so that a report shall not",
+        ),
+        ("lab.references --watch setup.cfg --in-process", "--watch"),
+        ("lab.references --case report.json", "--case report.json names no case of a report"),
+        ("lab.references --case report.json#1 --first-failure", "--case judges one case"),
+        ("lab.references --case report.json#1 --only K3", "--case judges one case"),
+        (
+            "lab.references --case report.json#1 --level full --e4m3-arithmetic",
+            "leave out --e4m3-arithmetic, --level",
+        ),
     ],
 )
 def test_a_mistake_ends_in_2_with_a_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,31 +415,6 @@ def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
     assert f"In {out} the case is wrong. If the kernel has not changed since" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--head-dims 127", "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
-        ("--page-sizes 48", "'--page-sizes': 48 is not a power of two"),
-        ("--refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
-        (
-            "--out README.md",
-            "README.md cannot be read: it is no JSON (Expecting value): line 1, column 1, so that a report shall not",
-        ),
-        ("--out results/nvidia-h200/clocks.json", "clocks.json is no report of the judge, so that a report shall not"),
-        ("--watch setup.cfg --in-process", "--watch"),
-        ("--case report.json", "--case report.json names no case of a report"),
-        ("--case report.json#1 --first-failure", "--case judges one case"),
-        ("--case report.json#1 --only K3", "--case judges one case"),
-        ("--case report.json#1 --level full --e4m3-arithmetic", "leave out --e4m3-arithmetic, --level"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_a_sentence(
-    options: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(f"judge lab.references {options}") == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_a_narrow_kernel_is_right_and_what_it_takes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("judge tests.checks.narrow --only K5 --drawn 0 --device cpu --in-process") == 0
     said = capsys.readouterr().out
@@ -465,22 +446,3 @@ def test_the_coverage_of_a_run_is_printed_again_from_its_file(
     record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]
     assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided", "rows apart"]}
     assert run(["judge", str(tmp_path / "none.json"), "--coverage"]) == 2
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5h", 5400)])
-def test_a_run_may_go_on_for_a_time(asked: dict[str, Any], text: str, seconds: float) -> None:
-    run(["judge", "lab.references", "--for", text])
-    assert asked["for_seconds"] == seconds
-    run(["judge", "lab.references"])
-    assert asked["for_seconds"] == 0
-
-
-@pytest.mark.parametrize("text", ["2", "h", "-1h", "2 hours", "1d"])
-def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["judge", "lab.references", f"--for={text}"]) == 2
-    assert "90s, 10m or 2h" in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-def test_a_seed_is_part_of_the_axes(asked: dict[str, Any]) -> None:
-    run(["judge", "lab.references", "--seed", "7"])
-    assert asked["ranges"] == Ranges(seed=7)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lab.dry_run.arithmetic import HostMemory, UnsoundLaunchError
-from lab.dry_run.kernel_table import MaskType, kernel_facts
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
@@ -61,22 +60,6 @@ def test_offsets_of_keys_may_count_pages() -> None:
     in_pages = case(CONTEXT, *REQUESTS, with_key_offsets(lambda lens: num_pages(lens, 64)), **options)
     with machine("b200", computes=True):
         assert_rounded(trtllm, CONTEXT, in_pages)
-
-
-def test_the_facts_of_a_kernel() -> None:
-    facts = kernel_facts("fmhaSm100fKernel_QkvBfloat16OBfloat16H64PagedKvCausalP64VarSeqQ8Kv128PersistentSwapsAbForGen")
-    assert facts.dtypes == dict.fromkeys("QKVO", torch.bfloat16)
-    assert (facts.head_dim_qk, facts.head_dim_v, facts.mask) == (64, 64, MaskType.CAUSAL)
-    assert (facts.is_paged, facts.is_context, facts.is_sparse) == (True, False, False)
-
-
-def test_memory_is_that_of_the_tensors() -> None:
-    tensor = torch.arange(24, dtype=torch.int32).view(4, 6)[:, :5]
-    memory = HostMemory.of([tensor])
-    assert memory.view("it", tensor.data_ptr(), (4, 5), (24, 4), torch.int32).tolist() == tensor.tolist()
-    assert memory.array("a row", tensor[2].data_ptr(), (5,), torch.int32).tolist() == tensor[2].tolist()
-    memory.array("it", tensor.data_ptr(), (1,), torch.int32)[0] = 7
-    assert tensor[0, 0] == 7
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,39 +30,18 @@ def b200() -> Iterator[Machine]:
         yield gpu
 
 
-def maps_of(gpu: Machine) -> dict[str, TensorMap]:
-    return {each.member: each for each in gpu.launches[0].tma}
-
-
 def test_decode(blackwell: Machine) -> None:
     given = calls.decode(keys=8192)
-    out = trtllm.trtllm_batch_decode_with_kv_cache(**given)
+    trtllm.trtllm_batch_decode_with_kv_cache(**given)
     (launch,) = blackwell.launches
     assert launch.name == DECODE
     assert (launch.grid, launch.block, launch.cluster, launch.pdl) == ((4, 4, 8), (512, 1, 1), 4, True)
     assert launch.shared_memory_bytes == 174_696
-    params = launch.params
-    assert params is not None
-    pointers = (params.ptr_o, params.ptr_page_idx_kv, params.ptr_seq_lens_kv)
-    assert pointers == (out.data_ptr(), given["block_tables"].data_ptr(), given["seq_lens"].data_ptr())
-    assert params.scale_softmax_log2 == pytest.approx(0.1 * math.log2(math.e))
-    assert (params.batch_size, params.num_heads_q, params.num_heads_kv, params.num_heads_q_per_kv) == (8, 32, 4, 8)
-    assert (params.max_num_pages_per_seq_kv, params.num_tokens_per_page_log2) == (128, 6)
-    assert (params.ptr_softmax_stats, params.uses_shared_paged_kv_idx) == (0, True)
-
-
-def test_tensor_maps_are_read_back_from_the_launch(b200: Machine) -> None:
-    given = calls.decode(keys=8192)
-    trtllm.trtllm_batch_decode_with_kv_cache(**given)
-    maps = maps_of(b200)
+    maps = {each.member: each for each in launch.tma}
     assert list(maps) == ["tmaQ_", "tmaK_", "tmaV_", "tmaO_"]
-    k, v = given["kv_cache"]
-    assert (maps["tmaK_"].address, maps["tmaV_"].address) == (k.data_ptr(), v.data_ptr())
     assert maps["tmaQ_"] == TensorMap(
         "tmaQ_", "bfloat16", given["query"].data_ptr(), (128, 8, 4, 8), (256, 2048, 8192), (64, 8, 1, 1), "128B"
     )
-    assert maps["tmaK_"].dims[:3] == (128, 64, 4)
-    assert maps["tmaK_"].strides_bytes == (256, 64 * 256, 4 * 64 * 256)
     assert maps["tmaK_"].box == (64, 64, 1, 1)
 
 
@@ -106,16 +84,16 @@ def test_a_split_mla_call_launches_the_kernel_that_joins_its_parts(b200: Machine
     assert joins.params == attention.params
 
 
-def with_heads_apart(elements: int) -> dict[str, Any]:
-    """Return a decode call with so many elements of K and V between two tokens, of which 128 are used."""
-    cache = tuple(torch.zeros(40, 4, 64, elements, dtype=torch.bfloat16)[..., :128] for _ in range(2))
+def with_heads_apart() -> dict[str, Any]:
+    """Return a decode call with 132 elements of K and V between two tokens, of which 128 are used."""
+    cache = tuple(torch.zeros(40, 4, 64, 132, dtype=torch.bfloat16)[..., :128] for _ in range(2))
     return calls.decode() | {"kv_cache": cache}
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (with_heads_apart(132), "TMA descriptor: stride 0 of 264 bytes is no multiple of 16"),
+        (with_heads_apart(), "TMA descriptor: stride 0 of 264 bytes is no multiple of 16"),
         (calls.decode(head_dim=96), "Missing TRTLLM-GEN kernel (decode)"),
         (
             calls.decode() | {"query": torch.zeros(8 * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(8, 32, 128)},
@@ -132,11 +110,6 @@ def test_the_launchers_refusal_is_an_exception(given: dict[str, Any], said: str,
     assert said in str(refused.value)
     assert b200.launches == ()
     assert "Error" not in capfd.readouterr().err
-
-
-def test_a_stride_of_a_multiple_of_16_bytes_passes(b200: Machine) -> None:
-    trtllm.trtllm_batch_decode_with_kv_cache(**with_heads_apart(136))
-    assert maps_of(b200)["tmaK_"].strides_bytes[0] == 272
 
 
 def test_a_counter_buffer_that_flashinfer_makes_is_a_fill(b200: Machine) -> None:

@@ -36,9 +36,10 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
     """Return the judged functions that an implementation has, and a digest of the sources of the implementation and the lab.
-    The digest is "" if `name`, the name of the implementation, is "".
+    The digest is "" if it has none of these functions, or if `name`, the name of the implementation, is "".
     """
-    return interfaces_of(implementation), _digest(name) if name else ""
+    interfaces = interfaces_of(implementation)
+    return interfaces, _digest(name) if name and interfaces else ""
 
 
 def _digest(name: str) -> str:
