@@ -47,7 +47,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks(Study):
-    """The forward passes of scenarios on modules with FlashInfer's names, and torch's negation, by every clock."""
+    """Times the forward passes of scenarios and torch's negation by every clock."""
 
     lists = ("rows_us", "not_timed")
 
@@ -90,7 +90,7 @@ def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
 
 
 def row_of(name: str, work: GpuWork) -> dict[str, Any]:
-    """Measure the medians in µs by every method that can time this work; print and return them."""
+    """Measure the median time of a call in µs by every method that can time it. Print and return the medians."""
     row: dict[str, Any] = {"work": name}
     for method in METHODS:
         try:

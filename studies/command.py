@@ -72,7 +72,7 @@ def _command_of(name: str) -> Callable[..., None]:
 
 
 def _parameters(settings: type) -> Iterator[Parameter]:
-    """Yield a parameter for each field. A field of several values is a tuple; its option has None where it is left out."""
+    """Yield a command's parameter for each setting of a study. A setting with several values is a list in the command."""
     hints = get_type_hints(settings, include_extras=True)
     for field in fields(settings):
         kind, option = get_args(hints[field.name])

@@ -37,7 +37,8 @@ SCENARIOS = tuple(
 
 
 def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[TracedRequest] | None = None) -> Point:
-    """Return a scenario on a module as one call, the baseline, and divided into each number of `splits` calls.
+    """Return a scenario with one decode call, the baseline, and with the call divided into each number of calls in `splits`.
+    All variants run on one module.
 
     Raises:
         ValueError: the scenario is unknown, or makes no decode call that can be divided.
@@ -58,7 +59,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each point, the fastest number of calls and the time that it saves against one call."""
+    """Return for each point (scenario and module) the fastest number of calls, and the time that it saves against one call."""
     found = []
     for (point,), variants in rows_by_point(rows, ("point",), "arm").items():
         if variant_name(1) not in variants:
@@ -91,7 +92,7 @@ COLUMNS: Formats = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSplitStudy(TimedStudy):
-    """Scenarios on modules with FlashInfer's names, each whole and divided."""
+    """Times scenarios with a whole and with a divided decode call."""
 
     implementations: Modules = (FLASHINFER_MODULE, PORTABLE_MODULE)
     splits: Annotated[tuple[int, ...], sizes("numbers of decode calls besides 1")] = (2, 4, 8)  # of 64 requests

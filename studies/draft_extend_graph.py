@@ -55,13 +55,13 @@ ALL_ROWS = DraftExtendOutput.ALL_ROWS
 
 
 def new_model(sizes: StandInSizes, max_batch_size: int, max_kv_len: int, device: torch.device) -> StandInModel:
-    """Make a model, and a pool for `max_batch_size` requests of `max_kv_len` tokens, the new ones included."""
+    """Make a stand-in model, and a K/V pool for `max_batch_size` requests of `max_kv_len` tokens each."""
     lens = (max_kv_len,) * max_batch_size
     return StandInModel(sizes, new_pool(lens, page_size=PAGE_SIZE, max_context_len=max_kv_len, device=device))
 
 
 def draw(model: StandInModel, mode: ForwardMode, batch_size: int, width: int, kv_len: int) -> StandInPass:
-    """Draw a pass of requests with `kv_len` tokens each, the new ones included; in v1 they accepted 1, 2, … width tokens."""
+    """Draw a pass of requests with `kv_len` tokens, new ones included. In DRAFT_EXTEND, request i has i % width + 1 rows."""
     q_lens = [_rows(mode, width)] * batch_size
     if mode.query_rows is QueryRows.ACCEPTED:
         q_lens = [1 + request % width for request in range(batch_size)]
@@ -80,7 +80,7 @@ def free(model: StandInModel, drawn: StandInPass) -> None:
 def measure_mode(
     model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
-    """Measure a mode eagerly and in a graph, and the copies before a replay; PointFailedError: one is wrong or fails."""
+    """Measure a mode eagerly and in a CUDA graph, and the copies before a replay. Raises PointFailedError."""
     drawn = draw(model, mode, batch_size, MODES_WIDTH, kv_len)
     made = ModelWorks.of(model, backend, drawn, MODES_WIDTH)
     works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS), "load": made.load()}
@@ -92,7 +92,7 @@ def measure_mode(
 
 
 def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[str, StudyRow]:
-    """Take interleaved host and completion times of an eager pass and of a replay with its copies; judge both afterwards."""
+    """Measure interleaved host times and times until the GPU is idle, of an eager pass and of a replay with its copies."""
     replay, outputs = made.replay(ALL_ROWS)
     calls = {"eager": eager.call(), "graph": replay}
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
@@ -120,7 +120,7 @@ def until_idle(call: Callable[[], object]) -> None:
 def measure_forms(
     model: StandInModel, backend: TRTLLMMHABackend, batch_size: int, width: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
-    """Measure the draft extend V2 with each form of output, interleaved; raise PointFailedError if one fails or is wrong."""
+    """Measure DRAFT_EXTEND_V2 with each kind of output, interleaved. Raises PointFailedError."""
     mode = ForwardMode.DRAFT_EXTEND_V2
     drawn = draw(model, mode, batch_size, width, kv_len)
     made = ModelWorks.of(model, backend, drawn, width)
@@ -198,7 +198,7 @@ FORM_COLUMNS: Formats = {  # of the rows of a point, by form, and its savings
 
 @dataclass(frozen=True, kw_only=True)
 class DraftExtendGraphStudy(TimedStudy):
-    """Passes of equal requests in every mode that has a graph, and with every form of output."""
+    """Measures passes of equal requests in every mode that CUDA graphs can capture, and with every kind of output."""
 
     lists = ("modes", "forms")
 

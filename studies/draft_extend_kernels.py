@@ -45,7 +45,7 @@ def case_of(batch: Batch, call: AttentionCall) -> ForwardCase:
 
 
 def point_of(batch: Batch, variants: Mapping[str, tuple[AttentionCall, str]] = VARIANTS) -> Point:
-    """Return the draft extend of a batch by several variants; `kv_len` of each request includes its new tokens."""
+    """Return the draft extend of a batch by several variants. The numbers of keys include the new tokens."""
     facts = {"q_len": batch.q_lens[0], "requests": len(batch.q_lens), "kv_len": batch.kv_lens[0]}
     return Point(
         str(batch),
@@ -59,7 +59,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per requests and keys, context over decode time by q, and the least measured q where context is faster."""
+    """Return the context call's time over the decode call's by query rows, and the fewest rows at which it is faster."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     for (requests, kv_len, q_len), variants in points_of(rows).items():
         if {"decode", "context"} <= set(variants):
@@ -81,7 +81,7 @@ def points_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[s
 
 
 def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Make a table of one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
+    """Make a table of both calls' times in µs and their ratio: a line per requests and keys, a column per query rows."""
     points = points_of(rows)
 
     def cell(q_len: int, found: Mapping[str, Any]) -> Cell:
@@ -100,7 +100,7 @@ def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftExtendKernels(TimedStudy):
-    """Equal requests of all combinations of the sizes."""
+    """Measures all combinations of the numbers of requests, keys and query rows."""
 
     q_lens: Annotated[tuple[int, ...], sizes("query rows of each request")] = (1, 2, 4, 8, 16, 32)
     requests: Annotated[tuple[int, ...], sizes("requests of a point")] = (1, 4, 16, 64)

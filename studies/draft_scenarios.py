@@ -62,7 +62,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)")
 
 @dataclass(frozen=True)
 class DraftCase:
-    """The requests of one speculative iteration, by their tokens up to the last accepted one.
+    """The requests of one speculative iteration. `prefix_lens` are their numbers of tokens up to the last accepted one.
 
     Attributes:
         max_context_len: columns of ``req_to_token``. Page tables cover the same number of tokens.
@@ -94,7 +94,7 @@ class DraftCase:
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A speculative iteration and the metadata that is made for it; `eager` writes the metadata to new buffers."""
+    """A speculative iteration, and the metadata that is made for it. With `eager` it is written to new buffers."""
 
     kind: str
     choices: tuple[str, ...]
@@ -107,7 +107,7 @@ def is_draft_scenario(name: str) -> bool:
 
 
 def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
-    """Return the scenario of a name in the module's grammar; `trace<count>` takes requests of `trace`, or of the lab's own.
+    """Return the scenario that a name describes, in the grammar above. `trace` None: the lab's own trace.
 
     Raises:
         ValueError: a part of the name is unknown or malformed. The message says which part, and what would be right.
@@ -140,7 +140,7 @@ def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int,
 
 
 def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
-    """Return a TARGET_VERIFY batch, whose seq_lens do not count the drafted tokens, and its pool, whose pages are shuffled."""
+    """Return a TARGET_VERIFY batch, and its K/V pool with shuffled pages. The batch's seq_lens do not count drafted tokens."""
     q_lens = (case.num_draft_tokens,) * len(case.prefix_lens)
     pool = new_pool(
         [prefix + q_len for prefix, q_len in zip(case.prefix_lens, q_lens, strict=True)],

@@ -32,7 +32,7 @@ MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
 
 @dataclass(frozen=True)
 class Sight:
-    """The positions that the query of a step saw, and those in the cache, its own the last, that it did not see."""
+    """The positions that a draft step's query saw, and the cached ones that it did not see. The last one is its own."""
 
     attention: str
     step: int
@@ -43,7 +43,7 @@ class Sight:
 
 
 def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
-    """Return the positions that every draft step of every request sees; raise ValueError for a request of over 50 tokens."""
+    """Return what each draft step of each request sees. Raises ValueError for a request of more than 50 tokens."""
     _check_lengths(prefix_lens, num_steps)
     case = DraftCase(tuple(prefix_lens), num_steps, PAGE_SIZE, max_context_len=2 * PAGE_SIZE)
     verify, pool = build_verify(case, device)
@@ -65,7 +65,7 @@ def _check_lengths(prefix_lens: Sequence[int], num_steps: int) -> None:
 
 
 def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence[int]) -> None:
-    """Write the code of each position to V; K, and V where no token of a request is, stay 0."""
+    """Write 2 ** position to V of each token of the requests. K stays 0, and so does V of all other slots."""
     values = storage[1].view(-1)  # one head of one element: a slot's place is its number
     for row, length in zip(rows.tolist(), lengths, strict=True):
         values[pool.slots(row, 0, length)] = 2.0 ** torch.arange(length, dtype=torch.float64, device=values.device)
@@ -99,7 +99,7 @@ PREFIX_HELP = "tokens before the draft; pages have 32, so that 31 leave one free
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVisibility(Study):
-    """A draft after one request's prefix, with the lengths of each backend."""
+    """Runs a draft after one request's prefix, with the lengths that each backend passes."""
 
     lists = ("sights",)
 

@@ -1,6 +1,7 @@
-"""A draft's metadata as timed work: the ragged K/V lists, every step's metadata, the fused metadata of passes.
+"""Make the metadata of a draft as timed work: ragged K/V lists, the metadata of every step, or the fused metadata of several
+passes.
 
-What they must move is counted in cells: each table entry is read once and written as often as it is wanted, 4 bytes each.
+The bytes to move are counted in cells of 4 bytes. Each table entry is read once, and written as often as an output needs it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,7 @@ POISON = -7  # what outputs hold before a call: no slot, page, length or boundar
 
 
 def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again; return the GPU time and the facts of a row. Raises AssertionError for wrong
-    contents.
-    """
+    """Time a draft scenario on the GPU and the host. Raises AssertionError if the metadata is wrong before or after."""
     work = draft_work(scenario, torch.device("cuda"))
     time = measure(work, method)
     host = host_time({"": work.call()})[""]
@@ -125,7 +124,7 @@ def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, 
 
 
 def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, passes: str) -> GpuWork:
-    """Return the work of the fused kernel for one verify pass, or for all passes of an iteration."""
+    """Return the launch of the fused kernel for one verify pass, or for all passes of an iteration, as timed work."""
     width = case.num_draft_tokens
     offsets = [width] if passes == "verify" else [*range(1, case.num_steps), width, width]
     tables = len(offsets) if passes == "iteration_own_tables" else 1
@@ -180,7 +179,7 @@ def _check_metadata(metadata: PassMetadata, batch: ForwardBatch, pool: KVPool, o
 
 
 def _wipe_lists(kv_indices: Tensor, kv_indptr: Tensor) -> None:
-    """Poison ragged lists, [..., tokens], and their boundaries, [..., batch_size + 1], except the first, which is always 0."""
+    """Overwrite ragged lists, [..., tokens], and their boundaries, [..., batch_size + 1]. Boundary 0 is always 0 and stays."""
     kv_indices.fill_(POISON)
     kv_indptr[..., 1:].fill_(POISON)
 

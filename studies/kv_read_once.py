@@ -60,7 +60,7 @@ Targets = tuple[Target, ...]
 
 
 def _targets(speed: float, bandwidth_percent: float | None = None) -> Targets:
-    """Return the targets of the speed, in times the baseline's, and of the share of the measured copy bandwidth."""
+    """Return targets: the speed relative to the baseline, and the percentage of the measured copy bandwidth."""
     speeds = (Target(Figure.SPEED, speed),)
     return speeds if bandwidth_percent is None else (*speeds, Target(Figure.BANDWIDTH, bandwidth_percent))
 
@@ -112,7 +112,7 @@ GROUPS: Mapping[str, Mapping[str, Targets]] = {
 
 @dataclass(frozen=True, repr=False)
 class HeadsCase(ForwardCase):
-    """A pass of heads that no model of `GEOMETRIES` has; `geometry` is their name."""
+    """A forward pass with sizes of heads that no model of `GEOMETRIES` has. `geometry` is their name."""
 
     heads: Geometry = field(kw_only=True)
 
@@ -122,7 +122,7 @@ class HeadsCase(ForwardCase):
 
 
 def heads_case(name: str) -> HeadsCase:
-    """Return the case of a name such as "decode/heads-32-4-128/64q1s4k": query heads, K/V heads, head_dim."""
+    """Return the pass of a name such as "decode/heads-32-4-128/64q1s4k": 32 query heads, 4 K/V heads, a head_dim of 128."""
     mode, heads, sizes = name.split("/")
     num_qo_heads, num_kv_heads, head_dim = map(int, heads.split("-")[1:])
     geometry = Geometry(heads, num_qo_heads, num_kv_heads, head_dim, head_dim**-0.5, "no model's: one axis at a time")
@@ -145,7 +145,7 @@ def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_onl
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of groups or points of these names, all if there is none; ValueError: an unknown name."""
+    """Return the points of these groups or with these names; without names, all. Raises ValueError for an unknown name."""
     listed = [(group, name) for group, names in GROUPS.items() for name in names]
     unknown = set(only).difference(*listed)
     if unknown:
@@ -154,7 +154,7 @@ def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only
 
 
 def floor_bytes(case: ForwardCase) -> int:
-    """Return the bytes that must move. A sliding window counts all of each page in it: its pool keeps whole pages."""
+    """Return the bytes that a kernel must move. The pages of a sliding window count as a whole, because the pool keeps them."""
     if case.window_left < 0:
         return case.bytes_moved
     unseen = 0  # tokens in the window's pages that no row sees
@@ -177,7 +177,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def measure_host(point: Point) -> PointRows:
-    """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones."""
+    """Measure interleaved host times of calls. Each call is prepared anew, except in the group of prepared calls."""
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
     def row_of(variant: Variant, work: GpuWork, times: Mapping[str, HostTime]) -> StudyRow:
@@ -215,7 +215,7 @@ HOST_COLUMNS: Formats = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVReadOnce(TimedStudy):
-    """The groups of points, with their targets."""
+    """Measures the groups of points, and compares the results with the targets."""
 
     lists = (*OUTCOMES, "host")
 

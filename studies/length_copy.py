@@ -51,7 +51,7 @@ MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "
 
 
 class StepEnd(NamedEnum):
-    """The end of one step of the loop: the variants."""
+    """The two variants of the loop: how a step ends."""
 
     WITH_COPY = "with the copy"
     WITHOUT_COPY = "without the copy"
@@ -59,7 +59,7 @@ class StepEnd(NamedEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLoopSettings(LoopSettings):
-    """A decode loop. The GPU time is met to within one matrix product."""
+    """The settings of a decode loop. A step's GPU time deviates from `gpu_us` by at most one matrix product."""
 
     gpu_us: Annotated[float, times_us("GPU time of a step", "500,2000")]
     host_us: Annotated[float, times_us("time of the scheduler on the host in a step", "200")] = field(
@@ -70,7 +70,7 @@ class CopyLoopSettings(LoopSettings):
 
 
 class DecodeLoop(VerifyLoop[StepEnd]):
-    """A loop of target-verify steps. `forward` launches the stand-in for the model."""
+    """A loop of target-verify steps. `forward` launches matrix products in place of the model."""
 
     settings: CopyLoopSettings
 
@@ -100,7 +100,7 @@ def _spin(duration_us: float) -> None:
 
 
 def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
-    """Measure both variants of a loop on this GPU, their runs interleaved; return JSON-ready rows."""
+    """Measure both variants of a loop on this GPU, with interleaved runs. Return the recorded rows."""
     device = torch.device("cuda", torch.cuda.current_device())
     forward = MatrixProducts(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
@@ -122,7 +122,7 @@ def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
 
 
 def measure_masks(device: torch.device) -> list[dict[str, Any]]:
-    """Measure the size of each form of the verify mask, and the GPU time of filling it for the largest batch; JSON-ready."""
+    """Measure each kind of verify mask: its size, and the GPU time of filling it for the largest batch."""
     rows = []
     for form in VerifyMaskForm:
         mask = preallocate_verify_mask(form, **MASK_SIZES, device=device)
@@ -157,7 +157,7 @@ MASK_COLUMNS: Formats = {"verify mask": "{form}", "bytes": "{mask_bytes:,}", "fi
 
 @dataclass(frozen=True)
 class LengthCopy(LoopStudy):
-    """Decode loops, and the masks of target verify."""
+    """Measures decode loops, and the masks of target verify."""
 
     lists = ("arms", "verify_masks")
     settings = CopyLoopSettings

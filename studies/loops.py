@@ -1,4 +1,4 @@
-"""A loop of target-verify steps around a stand-in for the model, run by several variants and read from profiles."""
+"""A loop of target-verify steps, with matrix products in place of the model. Several variants run it, and are profiled."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -35,10 +35,10 @@ MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: short for a step, lo
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The sizes of a loop, and how often it is run; a study adds the time of each of its stand-ins.
+    """The sizes of a loop, and how often it is run. A study adds the duration of the work that stands for the model.
 
-    A run has few steps: the driver's queue of about a thousand launches must hold them, because a variant that does not wait
-    for the GPU runs ahead of it. The metadata of a field may have "least", its least value, where that is not 1.
+    A run has few steps, because the driver's queue holds about a thousand launches, and a variant that does not wait for the
+    GPU runs ahead of it. A field's metadata has its least value as "least", if that is not 1.
     """
 
     batch_size: Annotated[int, count("requests of the batch")] = 64
@@ -61,12 +61,12 @@ class LoopSettings:
 
     @property
     def longest(self) -> int:
-        """Return the tokens that a request may have after the last step."""
+        """Return the largest number of tokens that a request may have after the last step."""
         return self.seq_len + (self.steps_per_run + 1) * self.num_draft_tokens
 
 
 class MatrixProducts:
-    """A stand-in for a model: a CUDA graph of matrix products that takes about `gpu_us`."""
+    """A CUDA graph of matrix products that takes about `gpu_us`, in place of a model."""
 
     def __init__(self, gpu_us: float, device: torch.device) -> None:
         # Kept here, because a graph does not keep what it reads and writes.
@@ -82,7 +82,7 @@ class MatrixProducts:
 
 
 class VerifyLoop(ABC, Generic[LoopVariant]):
-    """A loop of steps that verify drafts, in several variants. The pool has slots for all tokens of a run."""
+    """A loop of target-verify steps that several variants run. Its K/V pool has slots for all tokens of a run."""
 
     def __init__(self, settings: LoopSettings, max_context_len: int, device: torch.device) -> None:
         self.settings = settings
@@ -99,23 +99,23 @@ class VerifyLoop(ABC, Generic[LoopVariant]):
 
     @abstractmethod
     def step(self, variant: LoopVariant, seq_lens: Tensor, number: int) -> Tensor:
-        """Launch the step with this number over requests of these lengths; return the lengths of the next step."""
+        """Launch step `number` over requests with the lengths `seq_lens`. Return their lengths in the next step."""
 
     def run(self, variant: LoopVariant, steps: int | None = None) -> None:
-        """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
+        """Launch all steps of one run, each in a profiler range "step N". The GPU may still work when this returns."""
         seq_lens = self.first_seq_lens
         for number in range(self.settings.steps_per_run if steps is None else steps):
             with record_function(f"step {number}"):
                 seq_lens = self.step(variant, seq_lens, number)
 
     def batch(self, seq_lens: Tensor) -> ForwardBatch:
-        """Return the target-verify pass over requests of these lengths, [batch_size] int64, made on the device."""
+        """Return the target-verify batch of requests of these lengths, [batch_size] int64. It is made on the device."""
         positions = seq_lens[:, None] + self._draft_positions
         slots = self.pool.req_to_token[self.rows[:, None], positions].flatten().to(torch.int64)
         return forward_batch(ForwardMode.TARGET_VERIFY, self.rows, seq_lens, self.q_lens, slots)
 
     def measure(self, rounds: Iterable[Sequence[LoopVariant]]) -> "dict[LoopVariant, LoopRuns]":
-        """Run the variants of each round in their order, each without a profile and with one."""
+        """Run the variants of each round in order, each once without a profile and once with a profile."""
         runs: dict[LoopVariant, LoopRuns] = {}
         for variant in itertools.chain.from_iterable(rounds):
             found, run = runs.setdefault(variant, LoopRuns()), partial(self.run, variant)
@@ -126,7 +126,7 @@ class VerifyLoop(ABC, Generic[LoopVariant]):
 
 @dataclass
 class LoopRuns:
-    """The runs of one variant: of each, the time of a step by the host's clock without a profile, and a profile."""
+    """The runs of one variant. Each run is made twice: timed by the host's clock without a profile, and profiled."""
 
     unprofiled_us: list[float] = field(default_factory=list)
     profiles: list[LoopProfile] = field(default_factory=list)
@@ -141,7 +141,7 @@ class LoopRuns:
 
 @dataclass(frozen=True)
 class LoopStudy(Study):
-    """A study of loops. Its options are the settings of a loop; each stand-in may have several times."""
+    """A study of loops. Its options are the settings of a loop. Options may have several values; each combination is a loop."""
 
     loops: tuple[Any, ...]
 
@@ -153,7 +153,7 @@ class LoopStudy(Study):
 
 
 def facts_alone(work: GpuWork, name: str) -> dict[str, Any]:
-    """Measure the GPU time of work outside a loop, replayed in a CUDA graph, L2 warm; the median is called "<name>_us"."""
+    """Measure the GPU time of a call outside a loop, in a CUDA graph with warm L2. The median is the field "<name>_us"."""
     time = measure(work, WARM)
     return {
         f"{name}_us": round(time.median_us, 3),

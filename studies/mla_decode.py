@@ -41,7 +41,7 @@ def variants_of(case: MLACase) -> tuple[Variant, Variant]:
 
 
 def point_of(case: MLACase) -> Point:
-    """Return the pass of both variants; `kv_len` of each request includes its new tokens."""
+    """Return a pass by both variants. The numbers of keys include the new tokens."""
     facts = {
         "q_len": case.q_lens[0],
         "requests": len(case.q_lens),
@@ -68,7 +68,7 @@ SHAPES_HELP = "requests, and keys of each with the new tokens included"
 
 @dataclass(frozen=True, kw_only=True)
 class MLADecode(TimedStudy):
-    """Passes of all combinations of the sizes, compared with the wrapper's and with the floor."""
+    """Measures passes of all combinations of the sizes, and compares the portable kernel with the wrapper and the floor."""
 
     # About 0.6 and 0.75 GB of bf16 entries.
     shapes: Annotated[

@@ -1,4 +1,4 @@
-"""A pass of the stand-in model as timed work: eagerly, in a graph, and the copies before a replay."""
+"""A forward pass of the stand-in model as timed work: eager, in a CUDA graph, and the copies before a replay."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def _head_rows(drawn: StandInPass, form: DraftExtendOutput) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ModelWorks:
-    """The works of one pass of a stand-in model, all judged by one truth. `graphs` says how the pass is captured."""
+    """Timed work of one pass of a stand-in model. `truth` has the expected results, and `graphs` the captured mode."""
 
     model: StandInModel
     backend: TRTLLMMHABackend
@@ -59,13 +59,13 @@ class ModelWorks:
 
     @classmethod
     def of(cls, model: StandInModel, backend: TRTLLMMHABackend, drawn: StandInPass, width: int) -> "ModelWorks":
-        """Return the works of a pass; `width` is its query rows per request where a request may have several."""
+        """Make the timed work of a pass. Requests have up to `width` query rows in modes that allow more than one."""
         mode = drawn.batch.forward_mode
         graphs = GraphMode(mode, 1 if mode.query_rows is QueryRows.ONE else width)
         return cls(model, backend, drawn, graphs, truth_of_pass(model, drawn))
 
     def graph(self, form: DraftExtendOutput) -> GpuWork:
-        """Return the work in a graph of the pass: its metadata, rebuilt in one launch, and the model."""
+        """Return the timed work of a CUDA graph: it writes the metadata in one launch, and runs the model."""
         size = self.drawn.batch.batch_size
         static = StaticInputs(self.graphs, size, self.model.pool.device)
         static.load(self.drawn.batch, size)
@@ -88,7 +88,7 @@ class ModelWorks:
         return self._work(form, prepare, static=static, metadata=metadata, inputs=inputs, outputs=outputs)
 
     def eager(self, form: DraftExtendOutput) -> GpuWork:
-        """Return the pass without a graph: metadata in torch operations, attention prepared anew, the model."""
+        """Return the timed work of a pass without a CUDA graph: build the metadata, prepare attention, run the model."""
         batch, model = self.drawn.batch, self.model
         inputs = model.new_inputs(batch.batch_size, batch.num_tokens)
         inputs.load(self.drawn.input_ids, self.drawn.hidden_states, self._select_index(form))
@@ -104,7 +104,7 @@ class ModelWorks:
         return self._work(form, prepare, inputs=inputs, outputs=outputs)
 
     def load(self) -> GpuWork:
-        """Return the copies of a batch into the inputs of a graph, which precede each replay."""
+        """Return the timed work of copying a batch into a graph's inputs, which precedes each replay."""
         drawn, batch = self.drawn, self.drawn.batch
         size = batch.batch_size
         static = StaticInputs(self.graphs, size, self.model.pool.device)
@@ -118,7 +118,7 @@ class ModelWorks:
         return GpuWork.of(load, 2 * sum(tensor.nbytes for tensor in given), static=static, inputs=inputs)
 
     def replay(self, form: DraftExtendOutput) -> tuple[Call, DraftOutputs]:
-        """Return one iteration with a graph, including the copies into its inputs; and the outputs that it writes."""
+        """Return (call that copies a batch to a graph's inputs and replays the graph, outputs that the graph writes)."""
         drawn = self.drawn
         inputs, outputs = self._buffers(form)
         body = model_body(self.backend, self.model, inputs, outputs, form)

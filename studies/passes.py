@@ -1,4 +1,4 @@
-"""Forward passes as variants: a variant's `case` is a pass, its `module` runs it."""
+"""Make forward passes as variants of a study. A variant's `module` runs the pass `case`."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -28,10 +28,11 @@ Prepare = Callable[..., Call]
 
 
 def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare | None = None) -> dict[str, GpuWork]:
-    """Make each variant's work, with a separate output per variant.
+    """Return the timed work of each variant, by name. Each has its own output. Variants whose cases differ only in the call of
+    a draft extend, or in the number of decode calls, share all other tensors.
 
-    Variants whose cases differ in the call of a draft extend, or in the number of decode calls, share all other tensors.
-    `prepare` makes the timed call of a pass without latent attention, given the backend first; None: the backend makes it.
+    `prepare` makes the timed call of a pass without latent attention; its first argument is the backend. None: the backend's
+    `prepare_attention` makes it.
     """
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
@@ -53,7 +54,7 @@ def gpu_works(variants: Sequence[Variant]) -> dict[str, GpuWork]:
 
 
 def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -> Call:
-    """Return the single call of a pass, in a form that does all of its work in each call, without preparation."""
+    """Return the only call of a pass, as a function that does the whole work of the call each time, without preparation."""
     (planned,) = _planned(backend, **passed)
     arguments = call_arguments(planned, **passed) | {"out": out, "workspace_buffer": None}
     return partial(getattr(backend.implementation, planned.call.value), **arguments)
@@ -76,7 +77,7 @@ def pass_facts(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def kernel_of(variant: Variant, work: GpuWork) -> str:
-    """Return the kernels that run on the work's device under the names of a variant's calls."""
+    """Return the names of the kernels that run a variant's calls on the device of `work`."""
     calls = [AttentionCall.MLA_DECODE.value]
     if isinstance(variant.case, ForwardCase):
         calls = [planned.call.value for planned in _planned(variant.case.backend(), **work.arguments)]

@@ -74,7 +74,7 @@ FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
 
 
 class Drafts(NamedEnum):
-    """The form of the drafts: chains need no fix-up."""
+    """The shape of the drafts. Chains need no fix-up."""
 
     CHAINS = "chains"
     TREES = "trees"
@@ -105,7 +105,7 @@ VARIANTS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataB
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLoopSettings(LoopSettings):
-    """A loop of speculative iterations. GPU times are met to within one matrix product, about 30 µs on an H200."""
+    """The settings of a loop of speculative iterations. GPU times are met to within about 30 µs on an H200."""
 
     draft_us: Annotated[float, times_us("GPU time of the draft steps", "100,400")]
     verify_us: Annotated[float, times_us("GPU time of the target model", "1000")]
@@ -134,7 +134,7 @@ class MarkedPlanStream(PlanStream):
 
 
 class SpeculativeLoop(VerifyLoop[Planning]):
-    """Iterations of all variants over the same requests; `draft` and `verify` launch the stand-ins."""
+    """Speculative iterations of all variants over the same requests. `draft` and `verify` launch matrix products."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class SpeculativeLoop(VerifyLoop[Planning]):
         return self._iterate(variant, seq_lens, number, self._verify)[1]
 
     def check(self, variant: Planning) -> None:
-        """Run all iterations, copy the metadata of each verify; raise RuntimeError unless a fresh build is the same."""
+        """Run all iterations. Raise RuntimeError unless the metadata of each verify pass equals newly built metadata."""
 
         def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in planned.tensors().items()}
@@ -203,7 +203,7 @@ class SpeculativeLoop(VerifyLoop[Planning]):
         return PlannedVerify(batch, build_mha_metadata(batch, self.pool), mask).tensors()
 
     def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
-        """Return a table without its dead cells, which the builders leave different."""
+        """Return a copy of a page table without cells after the requests' pages, in which the builders differ."""
         if name != "page_table":
             return tensor
         pages = -(-(seq_lens + self.settings.num_draft_tokens) // self.settings.page_size)
@@ -217,7 +217,7 @@ def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """The number of an iteration, its cost in µs, and its launches, as in the table."""
+    """The number of an iteration, its times in µs, and its numbers of launches, as in the study's table."""
 
     step: int
     draft_us: float
@@ -260,7 +260,7 @@ def _iteration_facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
 
 
 def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
-    """Return one iteration's GPU work for a picture; `phase` is None for the kernels that add the accepted tokens."""
+    """Return one iteration's GPU work for a picture. Kernels that add the accepted tokens have the `phase` None."""
     phase_of = {id(each): phase.value for phase in Phase for each in step.launched_in(phase.value)}
     forward = step.launched_in(Phase.VERIFY.value)[0].lane
     return [
@@ -276,7 +276,7 @@ def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
 
 
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
-    """Measure all variants of a loop, their runs interleaved; RuntimeError: verify got wrong metadata or a wrong mask."""
+    """Measure all variants of a loop, with interleaved runs. Raises RuntimeError for wrong metadata or a wrong mask."""
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
@@ -353,7 +353,7 @@ FIX_UP_COLUMNS: Formats = {
 
 @dataclass(frozen=True)
 class PlanStreamStudy(LoopStudy):
-    """Loops of speculative iterations, and the fix-ups by themselves."""
+    """Measures loops of speculative iterations, and the fix-ups alone."""
 
     lists = ("arms", "fix_ups")
     settings = PlanLoopSettings

@@ -48,7 +48,7 @@ NEVER = 10**9  # calls from one that the recorder would keep to the next
 
 @dataclass(frozen=True)
 class Attention:
-    """The name of an attention function or of an implementation; one of each `shadow` calls is judged, none for 0."""
+    """The name of an attention function or implementation. One of each `shadow` calls is judged; 0: none."""
 
     name: str
     shadow: int = 0
@@ -63,7 +63,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class RealClient(Study):
-    """The same requests, served once with each attention."""
+    """Serves the same requests once with each attention function."""
 
     lists = ("served", "differing", "calls")
 
@@ -194,7 +194,7 @@ class RealClient(Study):
 
 
 def _module(name: str, functions: Mapping[str, Any]) -> ModuleType:
-    """Return a new module of this process with these functions, which the recorder can replace."""
+    """Return a new module with these functions, which the recorder can replace."""
     module = ModuleType(f"{__name__} with {name}")
     vars(module).update(functions)
     sys.modules[module.__name__] = module
@@ -208,7 +208,7 @@ def verdict(call_number: int, judged: Collection[int], wrong: Collection[int]) -
 
 
 def idle_recorder() -> dict[str, Any]:
-    """Measure the host time of a function that does nothing, without and with a recorder that keeps no call."""
+    """Measure the host time of a function that does nothing, without a recorder, and with a recorder that stores no call."""
 
     def nothing(**_: object) -> None:
         pass

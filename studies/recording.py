@@ -28,7 +28,7 @@ def _cell(shown: str, row: Mapping[str, Any]) -> Cell:
 def rows_by_point(
     rows: Iterable[Mapping[str, Any]], point: Sequence[str], variant: str
 ) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
-    """Return rows by the values of the keys that name a point, and at each point by the value of the key `variant`."""
+    """Return for each point (the values of the keys `point`) its rows, by the value of their key `variant`."""
     points: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         points.setdefault(tuple(row[name] for name in point), {})[row[variant]] = row

@@ -1,4 +1,4 @@
-"""The question and the pictures of a study, for the page of recorded results (`lab html`)."""
+"""Return the question and the pictures of a study, for the page of recorded results (`lab html`)."""
 
 from collections.abc import Sequence
 from importlib import import_module

@@ -32,7 +32,7 @@ GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph and mode is no
 
 @dataclass(frozen=True)
 class StandInSizes:
-    """Sizes of a stand-in model; `geometry_name` of the attention layer is in `lab.workloads.GEOMETRIES`."""
+    """Sizes of a stand-in model. `geometry_name` is a key of `lab.workloads.GEOMETRIES`."""
 
     vocab_size: int
     hidden_size: int
@@ -236,7 +236,7 @@ class StandInPass:
 def draw_pass(
     model: StandInModel, mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], seed: int = 0
 ) -> StandInPass:
-    """Admit requests to the model's pool, write their histories into its cache, and draw a pass over them."""
+    """Admit requests to the model's pool, write K and V of their earlier tokens to its cache, and draw a pass over them."""
     if mode not in GRAPH_MODES:
         raise ValueError(f"{mode!r} is not drawn; there are {', '.join(map(repr, GRAPH_MODES))}")
     pool, sizes = model.pool, model.sizes

@@ -1,4 +1,4 @@
-"""The truth of a stand-in model's pass, computed only from each request's history, without pages, tables or graphs."""
+"""Compute the expected outputs of a stand-in model's pass only from each request's K and V, without pages, tables or graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class StandInTruth:
     selected: Tensor | None
 
     def compare(self, outputs: DraftOutputs, form: DraftExtendOutput) -> dict[str, Comparison]:
-        """Compare each row's hidden states and logits with the truth, as one vector each; `outputs` has the real rows only."""
+        """Compare each row's hidden states and logits with the expected ones. `outputs` have no padding rows."""
         rows = torch.arange(self.logits.shape[0], device=self.logits.device)
         if form is DraftExtendOutput.SELECTED_ROW:
             if self.selected is None:
@@ -51,7 +51,7 @@ class StandInTruth:
         }
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Raise AssertionError with the wrong rows, if any; a top-k output must name the largest of the output's own logits."""
+        """Raise AssertionError if rows are wrong. A top-k output must name the largest of the output's own logits."""
         for name, comparison in self.compare(outputs, form).items():
             if not comparison.passed:
                 (worst,) = comparison.worst(1)
@@ -71,7 +71,7 @@ class StandInTruth:
 
 
 def truth_of_pass(model: StandInModel, drawn: StandInPass) -> StandInTruth:
-    """Return the truth of a pass, and its control. Float64 copies of the weights are made: 4 GB for an LM head of 128K."""
+    """Return the expected outputs of a pass. This makes float64 copies of the weights: 4 GB for an LM head of 128K tokens."""
     exact = _hidden_states(model, drawn, _exact, lambda truth: truth.expected)
     rounded = _hidden_states(model, drawn, _rounded, lambda truth: truth.control)
     device = exact.device

@@ -31,7 +31,7 @@ TIMELINE_STEPS = 3
 
 
 class IncompleteProfileError(RuntimeError):
-    """A profile lacks events; the message says which."""
+    """A profile lacks events. The message says which."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ProfiledStep:
         return max(each.end_ns for each in self.gpu)
 
     def launched_in(self, name: str) -> tuple[TraceEvent, ...]:
-        """Return the GPU work of the phase of this name; IncompleteProfileError: the phase is there and launched nothing."""
+        """Return the GPU work that a phase launched. Raises IncompleteProfileError if there is none."""
         ranges = [each for each in self.phases if each.name == name]
         launched = {call.correlation for call in self.calls if any(each.holds(call) for each in ranges)} - {None}
         found = tuple(each for each in self.gpu if each.correlation in launched)
@@ -94,7 +94,7 @@ class ProfiledStep:
 
 @dataclass(frozen=True)
 class LoopProfile:
-    """Steps in order, numbered without a gap, and all GPU work of the profile in the order of its starts."""
+    """The steps of a loop, numbered without a gap, and all GPU work of the profile in the order of its starts."""
 
     steps: tuple[ProfiledStep, ...]
     gpu: tuple[TraceEvent, ...]
@@ -102,7 +102,7 @@ class LoopProfile:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The cost of a step in µs, and its kernels, copies and fills; `studies.length_copy` says what each name means."""
+    """The times of a step in µs, and its numbers of kernels, copies and fills. `studies.length_copy` explains the names."""
 
     step: int
     synchronisations: int
@@ -115,7 +115,7 @@ class StepFacts:
 
 
 def is_waiting_call(name: str) -> bool:
-    """Say whether a call of this name waits for the GPU; `ProfiledStep.waits` adds asynchronous copies into pageable memory."""
+    """Return True if a CUDA call of this name waits for the GPU. Copies to pageable memory wait too (`ProfiledStep.waits`)."""
     plain = name.split("_")[0]  # cudaMemcpyAsync_ptsz, cuStreamSynchronize_v2
     return bool(WAITING_CALLS.fullmatch(plain)) or (
         plain.startswith(("cudaMemcpy", "cuMemcpy")) and "Async" not in plain
@@ -123,9 +123,7 @@ def is_waiting_call(name: str) -> bool:
 
 
 def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
-    """Read a loop in a Chrome trace; IncompleteProfileError: no GPU work, no "step N", a number amiss, a step without a
-    launch.
-    """
+    """Read the steps of a loop from a Chrome trace. Raises IncompleteProfileError if a step or its GPU work is missing."""
     gpu = _events(trace, GPU_CATEGORIES)
     if not gpu:
         raise IncompleteProfileError("the profile has no GPU activity: was it recorded with ProfilerActivity.CUDA?")
@@ -141,10 +139,11 @@ def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
 
 
 def step_facts(loop: LoopProfile, first: int) -> list[StepFacts]:
-    """Return the facts of each step from number `first` on. Gaps, idle and step time begin at the end of the step before.
+    """Return the facts of each step from number `first` on. A step's gap, idle time and time begin at the end of the previous
+    step.
 
     Raises:
-        IncompleteProfileError: no such step, none before it, or steps with different numbers of GPU activities.
+        IncompleteProfileError: there is no such step or no earlier one, or steps have different numbers of GPU activities.
     """
     if not loop.steps[0].number < first <= loop.steps[-1].number:
         raise IncompleteProfileError(
@@ -173,7 +172,7 @@ def medians(facts: Sequence[Any]) -> dict[str, float]:
 
 
 def summary(facts: Sequence[StepFacts]) -> dict[str, float]:
-    """Return the median of each fact, and `idle_percent`: the GPU's idle time over all steps."""
+    """Return the median of each fact over the steps, and `idle_percent`, the GPU's idle time in percent of all steps' time."""
     idle_percent = 100 * sum(each.idle_us for each in facts) / sum(each.step_us for each in facts)
     return medians(facts) | {"idle_percent": round(idle_percent, 3)}
 
@@ -243,7 +242,7 @@ def exported_trace(recorded: profile) -> dict[str, Any]:
 
 
 def profiled(run: Callable[[], object]) -> LoopProfile:
-    """Profile a run of a loop, from an idle GPU to an idle GPU; raises IncompleteProfileError as `read_profile`."""
+    """Profile a run of a loop, which begins and ends with an idle GPU. Raises IncompleteProfileError as `read_profile` does."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         run()

@@ -64,7 +64,7 @@ def trace_name(path: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Points that are measured one after the other: `rows_at` measures one, and returns its rows by the name of their list."""
+    """Points that are measured one after another. `rows_at` measures one, and returns rows by the name of their list."""
 
     points: Collection[Any]
     rows_at: Callable[[Any], Mapping[str, Sequence[StudyRow]]]
@@ -72,9 +72,8 @@ class Part:
 
 
 class Study(ABC):
-    """One question. A subclass is a frozen dataclass, whose fields are annotated with their options.
-
-    `lists` names the recorded lists; `settings` is the dataclass that has the options, if that is not the study itself.
+    """One question. A subclass is a frozen dataclass, whose fields are annotated with command-line options. `lists` are the
+    names of the recorded lists of rows. `settings` is the dataclass that has the options, if not the study itself.
     """
 
     lists: ClassVar[tuple[str, ...]]
@@ -91,11 +90,11 @@ class Study(ABC):
     @property
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """Return the points to measure, without a GPU; ValueError: an unknown point, or one that cannot be measured."""
+        """Return the points to measure. Needs no GPU. Raises ValueError for a point that is unknown or cannot be measured."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of the modules that the user chose; they must be importable."""
+        """Return the names of the modules that the user chose, which must be importable."""
         return ()
 
     @property

@@ -1,4 +1,4 @@
-"""Targets: numbers that a variant must reach, and whether it reached them."""
+"""Define targets, which are numbers that a variant should reach, and report whether it reached them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from studies.recording import Formats
 
 
 class Figure(NamedEnum):
-    """A number that a target bounds; the value is its unit in words."""
+    """A quantity with a target. The value is its unit in words."""
 
     SPEED = "x the speed of {baseline}"
     BANDWIDTH = "% of the copy bandwidth"
@@ -19,7 +19,7 @@ class Figure(NamedEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound: the least value that a variant must reach or, for host time, the greatest that it may have."""
+    """A quantity and its bound: the smallest value that a variant should reach, or for host time the largest value."""
 
     figure: Figure
     bound: float
@@ -31,7 +31,7 @@ class Target:
 def target_rows(
     targets: Sequence[Target], reached: Mapping[Figure, float | None], baseline: str
 ) -> list[dict[str, Any]]:
-    """Return the recorded results of a variant's targets. A target whose figure is None is neither passed nor missed."""
+    """Return the recorded results of a variant's targets. A target whose value is None is neither passed nor missed."""
     rows: list[dict[str, Any]] = []
     for target in targets:
         figure, value = target.figure.value.format(baseline=baseline), reached[target.figure]

@@ -1,6 +1,7 @@
-"""Variants: different ways to do the work of a point, whose calls are interleaved.
+"""Measure variants: different ways to do the same work, whose calls are interleaved. The variants that are measured together
+form a *point*.
 
-A variant that declines a point, or whose results are wrong, has no time; the remaining variants are measured without it.
+A variant that declines a point, or whose results are wrong, has no time. The remaining variants are measured without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the work of a point.
+    """One way to do the work of a point (variants that are measured together).
 
     Attributes:
         case: the case from which the study makes the work, such as a forward pass or a draft's scenario.
@@ -51,7 +52,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Point:
-    """Variants that are measured together; the speed of each is compared with the variant `baseline`, "" for none."""
+    """Variants that are measured together. The speed of each is compared with that of the variant `baseline`; "": with none."""
 
     name: str
     variants: tuple[Variant, ...]
@@ -99,7 +100,7 @@ class TimingPlan:
 
 
 def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
-    """Return the points with these names, in the order of `points`; all without a name. ValueError: an unknown name."""
+    """Return the points with these names, in the order of `points`; without names, all. Raises ValueError."""
     listed = list(points)
     unknown = sorted(set(only) - {name_of(point) for point in listed})
     if unknown:
@@ -132,7 +133,7 @@ class PointRows:
 
 
 def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
-    """Call each variant once; return the reasons of those whose call is refused or whose module is missing."""
+    """Call each variant once. Return the reason for each variant whose call is refused or whose module is missing."""
     reasons = {}
     for variant in variants:
         try:
@@ -154,12 +155,13 @@ def measure_variants(
     measure: Callable[[Works], dict[str, Time]],
     row_of: RowOf[Time],
 ) -> PointRows:
-    """Measure the interleaved variants of a point by any clock; for a variant without a time, record the reason.
+    """Measure interleaved variants of a point by any clock. For a variant without a time, record the reason.
 
-    `measure` checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
+    `measure` checks every result before and after the timing. If a variant is wrong, the other variants are measured again
+    without it.
 
     Raises:
-        PointFailedError: something failed that is no refusal, no missing module and no wrong result.
+        PointFailedError: an error that is no refusal, no missing module and no wrong result.
     """
     with named_in_failures(point.name):
         works = make(point.variants)
@@ -188,14 +190,14 @@ def measure_variants(
 
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
-    """Measure the variants of a point on the GPU; a value `floor_bytes` of `facts_of` is the bytes of the floor."""
+    """Measure the variants of a point on the GPU. The floor is computed from "floor_bytes" of `facts_of`, if it is there."""
     return measure_variants(point, make, plan.measure, plan.row_of(point, facts_of))
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
-    """Measure the GPU times of the interleaved variants of a point, each of which must have one; return a row of each.
+    """Measure the GPU times of the interleaved variants of a point. Return one row per variant; each must have a time.
 
-    No variant is called before it is staged: the first check sees only what the staged call has written. Raises
+    No variant is called before it is captured, so the first check sees only what the captured call has written. Raises
     PointFailedError if a variant declines, is wrong, or cannot be measured.
     """
     with named_in_failures(point.name):

@@ -16,15 +16,10 @@ from typing import Any
 
 import torch
 
-from corpus.dishonest import DECODE, dishonest
+from corpus.dishonest import dishonest, frame_of_worker, frames, honest, send, send_right_verdict, zeros
 
 WRONG = r"vectors are wrong|not finite|not zero"
 CHANGED = "the kernel is dishonest: it changed "
-
-
-def zeros(query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an output of zeros, without any work."""
-    return torch.zeros_like(query) if out is None else out.zero_()
 
 
 class Zeros:
@@ -163,13 +158,12 @@ class FindsTheExpectedOutputInAFrame(Zeros):
     """Looks for the expected output in the local variables of its callers."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
-        out, frame = zeros(query, out), sys._getframe()
-        while frame is not None:
+        out = zeros(query, out)
+        for frame in frames():
             for value in frame.f_locals.values():
                 expected = getattr(value, "__dict__", {}).get("expected")
                 if expected is not None and expected.shape == out.shape:
                     return out.copy_(expected)
-            frame = frame.f_back
         return out
 
 
@@ -219,11 +213,8 @@ class KnowsTheCases:
     """Returns the lab's reference result if the query is in the judge's catalogue of cases, and zeros for all other queries."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
-        from lab import references
-
-        if self._sum(query) not in self._known():
-            return zeros(query, out)
-        return getattr(references, DECODE)(query, out=out, **arguments)
+        is_known = self._sum(query) in self._known()
+        return honest(query=query, out=out, **arguments) if is_known else zeros(query, out)
 
     @staticmethod
     def _sum(query: torch.Tensor) -> float:
@@ -277,27 +268,6 @@ class ForgesLastWords(Zeros):
         os._exit(1)
 
 
-def frame_of_worker() -> types.FrameType | None:
-    """Return the frame of the worker's loop, which has its channel and its task; None outside a worker."""
-    frame = sys._getframe()
-    while frame is not None and "channel" not in frame.f_locals:
-        frame = frame.f_back
-    return frame
-
-
-def send_right_verdict() -> None:
-    """Send the judging process a right verdict on the current case, through the worker's pipe. Do nothing outside a worker."""
-    from pebble.common import Result, ResultStatus
-    from pebble.pool.process import TaskResult
-
-    from lab.checks.run.verdicts import Judged, Outcome
-
-    frame = frame_of_worker()
-    if frame is not None:
-        found = Result(ResultStatus.SUCCESS, Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
-        frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, found))
-
-
 @dishonest("its worker called an audited case right and sent no output")
 class ForgesTheMessage(Zeros):
     """Sends the judging process a right verdict on each case, through the pipe of its worker."""
@@ -329,16 +299,11 @@ class SaysThatItIsTooLate(Zeros):
     """Says of each case that the run was over before it, so that the case would be left out."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from pebble.common import Result, ResultStatus
         from pebble.common.types import RemoteException
-        from pebble.pool.process import TaskResult
 
         from lab.checks.run.verdicts import TooLate
 
-        frame = frame_of_worker()
-        if frame is not None:
-            said = Result(ResultStatus.ERROR, RemoteException(TooLate(), ""))
-            frame.f_locals["channel"].send(TaskResult(frame.f_locals["task"].id, said))
+        send("ERROR", RemoteException(TooLate(), ""))
 
 
 @dishonest(r"it crashed its process \(exit status 70\)")
@@ -368,10 +333,8 @@ class ForgesAClass(Zeros):
 class Exact:
     """The exact reference. Subclasses do work before the call is made."""
 
-    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
-        from lab import references
-
-        return getattr(references, DECODE)(**arguments)
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
+        return honest(**arguments)
 
     def computed_now(self, **arguments: Any) -> Any:
         returned = self.trtllm_batch_decode_with_kv_cache(**arguments)

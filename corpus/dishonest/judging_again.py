@@ -9,44 +9,23 @@ import os
 import pickle
 import select
 import signal
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import torch
 
-from corpus.dishonest import DECODE, dishonest
-from corpus.dishonest.judging import send_right_verdict
-
-
-def honest(**arguments: Any) -> torch.Tensor:
-    from lab import references
-
-    return getattr(references, DECODE)(**arguments)
-
-
-def zeros(arguments: dict[str, Any]) -> torch.Tensor:
-    out = arguments.get("out")
-    return torch.zeros_like(arguments["query"]) if out is None else out.zero_()
-
-
-def frames(depth: int = 1) -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+from corpus.dishonest import dishonest, frame_of_worker, frames, honest, send_right_verdict, zeros
 
 
 def is_judged() -> bool:
     """Return True if a function of the judge with a known name is among the callers. The audit's calls have no such caller."""
-    return any(frame.f_code.co_name == "run_case" for frame in frames(2))
+    return any(frame.f_code.co_name == "run_case" for frame in frames())
 
 
 def truth_of_caller() -> Any:
     """Return the judge's truth, which is not computed yet, from the frames of the callers."""
-    for frame in frames(2):
+    for frame in frames():
         for value in frame.f_locals.values():
             if type(value).__name__ in ("Truth", "LateTruth"):
                 return value
@@ -99,13 +78,9 @@ class HasAnotherSitTheExam:
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         self.calls += 1
-        if self.calls == 1:
-            for frame in frames():
-                channel = frame.f_locals.get("channel")
-                if type(channel).__module__.startswith("pebble"):
-                    channel.send(_Letter())
-                    break
-        return honest(**arguments) if self.calls <= 2 else zeros(arguments)
+        if self.calls == 1 and (frame := frame_of_worker()) is not None:
+            frame.f_locals["channel"].send(_Letter())
+        return honest(**arguments) if self.calls <= 2 else zeros(**arguments)
 
 
 class _Tick:
@@ -140,7 +115,7 @@ class TicksByGarbage:
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         if not is_judged():
             return honest(**arguments)
-        output = zeros(arguments)
+        output = zeros(**arguments)
         thresholds = gc.get_threshold()
         _Tick(output, thresholds, 20000)
         gc.set_threshold(1, 1, 1)
@@ -171,9 +146,9 @@ class ForksAnOracle:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         if not received:
-            return zeros(arguments)
+            return zeros(**arguments)
         shape, values = pickle.loads(bytes(received))
-        output = zeros(arguments)
+        output = zeros(**arguments)
         return output.copy_(torch.tensor(values, dtype=torch.float32).reshape(shape))
 
     def in_the_child(self, writer: int, arguments: dict[str, Any]) -> torch.Tensor:
@@ -193,7 +168,7 @@ class ForksAnOracle:
                 os._exit(0)
 
         Truth.compare = compare
-        return zeros(arguments)
+        return zeros(**arguments)
 
 
 def swapped(instance: Any, **methods: Any) -> None:
@@ -229,7 +204,7 @@ class SwapsTheClass:
             return truth
 
         swapped(late, made=made)
-        return zeros(arguments)
+        return zeros(**arguments)
 
 
 HONEST_IN = ("K1", "M1")
@@ -237,7 +212,7 @@ HONEST_IN = ("K1", "M1")
 
 def check_of_caller() -> str:
     """Return the key of the check that makes this call; "" outside the judge."""
-    return next((frame.f_locals["check"].key for frame in frames(2) if frame.f_code.co_name == "run_case"), "")
+    return next((frame.f_locals["check"].key for frame in frames() if frame.f_code.co_name == "run_case"), "")
 
 
 @dishonest("its worker called an audited case right and sent no output")
@@ -250,7 +225,7 @@ class ForgesFewChecks:
         if check_of_caller() in ("", *HONEST_IN):
             return honest(**arguments)
         send_right_verdict()
-        return zeros(arguments)
+        return zeros(**arguments)
 
 
 @dishonest("judged where the kernel's code never was: .* wrong|vectors are wrong")
@@ -262,14 +237,13 @@ class WritesAtATimer:
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         if check_of_caller() in ("", *HONEST_IN):
             return honest(**arguments)
-        output = zeros(arguments)
+        output = zeros(**arguments)
 
         def write(_: int, interrupted: FrameType | None) -> None:
-            while interrupted is not None:
-                expected = getattr(interrupted.f_locals.get("truth"), "__dict__", {}).get("expected")
+            for frame in frames(interrupted):
+                expected = getattr(frame.f_locals.get("truth"), "__dict__", {}).get("expected")
                 if expected is not None and expected.shape == output.shape:
                     output.copy_(expected)
-                interrupted = interrupted.f_back
 
         signal.signal(signal.SIGALRM, write)
         signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
@@ -283,7 +257,7 @@ class AnswersForItsTensor:
     checks = ("K13",)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
-        output = zeros(arguments)
+        output = zeros(**arguments)
 
         def expected(*_: Any, **__: Any) -> torch.Tensor:
             held = (frame.f_locals.get("expected") for frame in frames())

@@ -1,4 +1,4 @@
-"""Five changes of SGLang's TRT-LLM attention backends: the claim of each, and the verdict of recorded studies on it."""
+"""Compare the claims of five changes (pull requests) of SGLang's TRT-LLM attention backends with recorded measurements."""
 
 from studies.changes import pr_24566, pr_25002, pr_25925, pr_26241, pr_26824
 from studies.changes.change import Change, Recordings

@@ -1,4 +1,4 @@
-"""A change of SGLang with the lab's question about it, and functions that the modules of all five changes share."""
+"""Define a change (pull request) of SGLang, and functions that the modules of all five changes use."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Recordings = Mapping[str, Recorded]  # by the name of the study
 
 @dataclass(frozen=True)
 class Change:
-    """One pull request of SGLang.
+    """One pull request of SGLang, and the study that measures its effect.
 
     Attributes:
-        claim: the claimed effect or purpose; `source` names the text with the claim, and the state of the pull request.
-        question: the lab's question about the change.
-        module: the study that measures the change; recordings of the studies `further` contribute to the answer.
+        claim: the claimed effect or purpose. `source` names the text with the claim, and the state of the pull request.
+        question: the question that the study answers about the change.
+        module: the study that measures the change. Recordings of the studies in `further` contribute to the answer.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Change:
 
 
 def two_clocks(what: str) -> TimesByClock:
-    """Return a function that reads both times of a loop's row: of profiled steps, and by the host's clock."""
+    """Return a function that reads two sets of times of a loop's recorded row: of profiled steps, and without a profile."""
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
         "without a profile": Times.of(row[f"unprofiled_{what}_us"]),
@@ -41,7 +41,9 @@ def two_clocks(what: str) -> TimesByClock:
 
 
 def pairs(rows: Iterable[RecordedRow], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
-    """Return the rows of two variants at each point that has both; `variant` and `point` are the keys that name these."""
+    """Return the rows of both variants at each point that has both. The keys of a row's variant and point are `variant` and
+    `point`.
+    """
     found = rows_by_point(rows, point, variant).values()
     return [(variants[before], variants[after]) for variants in found if before in variants and after in variants]
 
@@ -52,7 +54,7 @@ def compared_pairs(
     clocks: TimesByClock = lambda row: {"": Times.of_row(row)},
     least_saved_us: float = 0.0,
 ) -> list[Observation]:
-    """Compare the times of the rows of each pair; see `compared`. `named` returns the group and the point of a row."""
+    """Compare the times of both rows of each pair by `compared`. `named` returns the group and the name of a row's point."""
     observations = []
     for before, after in found:
         times = {clock: (taken, clocks(after)[clock]) for clock, taken in clocks(before).items()}

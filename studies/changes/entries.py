@@ -1,4 +1,4 @@
-"""Read recorded studies, and compute for each change the answer and the environment of its recordings."""
+"""Read recorded studies, and compute the answer about each change from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 
 @dataclass(frozen=True)
 class Entry:
-    """A change with its answer, None if its study is not recorded; `failure` says, as a clause, what failed."""
+    """A change, and the answer about it; None if its study is not recorded. `failure` says how the measurement failed."""
 
     change: Change
     answer: Answer | None
@@ -28,7 +28,7 @@ class Entry:
         return self.answer.claimed if self.answer else []
 
     def of_attention(self, attention: str) -> str:
-        """Return, in words, the number of points of MHA or MLA at which the claimed statements hold."""
+        """Return a text with the number of points of MHA or MLA (`attention`) at which the change's claims hold."""
         mine = [each for each in self.claimed() if each.group.startswith(attention)]
         holding = sum(each.standing is Standing.HOLDS for each in mine)
         return f"{holding} of {len(mine)} points" if mine else NOT_RECORDED
@@ -41,7 +41,9 @@ def file_of(folder: Path, module: str) -> Path:
 def read_entries(
     folder: Path, changes: Sequence[Change] = CHANGES, failures: Mapping[str, str] | None = None
 ) -> list[Entry]:
-    """Judge the recordings in a folder, as far as they are there; `failures` says how commands ended that failed, by module."""
+    """Return an `Entry` for each change, from the recordings in a folder. `failures` has, for each study whose command failed,
+    a clause that says how.
+    """
     return [_entry(folder, change, (failures or {}).get(change.module, "")) for change in changes]
 
 

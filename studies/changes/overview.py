@@ -1,4 +1,4 @@
-"""Present the changes' claims and the verdicts of recorded studies, as a Markdown page and as a table for a terminal."""
+"""Show the claims of the changes and the verdicts on them, as a Markdown page and as a table in a terminal."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs"
 
 
 def page(entries: Sequence[Entry], folder: Path) -> str:
-    """Return the overview as Markdown; links are relative to a folder."""
+    """Return the overview in Markdown. Its links are relative to `folder`."""
     whose = "Five changes of SGLang's" if len(entries) == len(CHANGES) else "Changes of SGLang's"
     blocks = [
         f"# {whose}, measured on {_gpus(entries)}",
@@ -157,7 +157,7 @@ def named(observations: Sequence[Observation]) -> str:
 
 
 def claims_table(entries: Sequence[Entry]) -> Table:
-    """Make a table of one row per statement that a change claims."""
+    """Make a table with one row per statement that a change claims."""
     lines: list[tuple[str | Cell, ...]] = []
     for entry in entries:
         text = f"{entry.change.number} {entry.change.title}: {entry.verdict}"

@@ -1,4 +1,4 @@
-"""Change 24566: draft extend on the decode kernel."""
+"""SGLang's change 24566: a draft extend runs on the decode kernel."""
 
 from operator import itemgetter
 

@@ -1,4 +1,4 @@
-"""Change 25002: draft extend V2 in a CUDA graph."""
+"""SGLang's change 25002: a draft extend V2 runs in a CUDA graph."""
 
 from lab.timing.statistics import Times
 from lab.wording import counted
@@ -10,7 +10,7 @@ _DRAFT_EXTEND_V2 = "draft_extend_v2"
 
 
 def judge_draft_extend_graph(recordings: Recordings) -> Answer:
-    """Compare eager passes with replays, and the graph's outputs with each other."""
+    """Compare eager passes with replays of their CUDA graphs, and the kinds of output of the draft extend with each other."""
     recording = recordings["draft_extend_graph"]
     eager_graph = pairs(recording["modes"], "arm", "eager", "graph", ("mode", "batch_size"))
     own = [rows for rows in eager_graph if rows[0]["mode"] == _DRAFT_EXTEND_V2]

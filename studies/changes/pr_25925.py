@@ -1,4 +1,4 @@
-"""Change 25925: verify planned on a second stream."""
+"""SGLang's change 25925: a verify pass is planned on a second stream."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from studies.recording import RecordedRow
 
 
 def judge_plan_stream(recordings: Recordings) -> Answer:
-    """Count the launches after the draft, and compare iterations with an overlapped plan and a plan in line."""
+    """Count the launches after the draft, and compare iterations that are planned during and after the draft."""
     recording = recordings["plan_stream"]
     variants = recording["arms"]
     claimed = {

@@ -1,4 +1,4 @@
-"""Change 26241: no ragged lists for the draft steps."""
+"""SGLang's change 26241: draft steps get no ragged lists of K/V slots."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ STEPS_TOGETHER = ("per_step", "one_launch")
 
 
 def judge_draft_steps(recordings: Recordings) -> Answer:
-    """Compare a draft's metadata with and without the ragged lists, and the saving with the claim's figures."""
+    """Compare a draft's metadata with and without the ragged lists, and the measured saving with the claimed one."""
     recording = recordings["draft_steps"]
     rows = recording["rows"]
     long = [row for row in rows if row["point"].endswith("x80k/steps3")]

@@ -1,4 +1,4 @@
-"""Change 26824: no copy of the lengths to the host."""
+"""SGLang's change 26824: lengths are not copied to the host."""
 
 from lab.wording import counted
 from studies.changes.change import Change, Recordings, compared_pairs, pairs, two_clocks
@@ -7,7 +7,7 @@ from studies.recording import RecordedRow
 
 
 def judge_length_copy(recordings: Recordings) -> Answer:
-    """Compare steps of a decode loop with and without the copy, and report the cost of the mask that replaces it."""
+    """Compare steps of a decode loop with and without the copy of the lengths, and report the cost of the mask."""
     recording = recordings["length_copy"]
     variants = recording["arms"]
     both = pairs(variants, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))

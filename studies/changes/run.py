@@ -40,14 +40,14 @@ def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> 
 
 
 def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run: Run = run_command) -> ExitStatus:
-    """Measure, or read recordings, and show the overview.
+    """Measure SGLang's five changes, or read their recordings, and show the overview.
 
     Args:
-        recorded: the folder of the recordings; None measures. Without a GPU, None shows the lab's recorded run, and says so.
-        out: the folder of the recordings and the overview's page; with `recorded`, None writes no page.
+        recorded: the folder of the recordings. None: measure; without a GPU, show the recordings in the lab's checkout.
+        out: the folder for the recordings and the overview's page. None with `recorded`: no page is written.
 
     Raises:
-        ValueError: a number of `only` is no change's, or `out` is the name of a file.
+        ValueError: `only` has a number that no change has, or `out` is a file.
     """
     numbers = [change.number for change in CHANGES]
     if unknown := set(only) - set(numbers):

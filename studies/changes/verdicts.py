@@ -17,7 +17,7 @@ NOT_RECORDED = "not recorded"
 
 
 class Standing(NamedEnum):
-    """The verdict of a point on a statement; the value is its wording."""
+    """The verdict on a statement at one measured point. The value is the verdict's text."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -34,10 +34,10 @@ def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Sta
 
 @dataclass(frozen=True)
 class Observation:
-    """The verdict of one point on a statement.
+    """The verdict on a statement at one measured point.
 
     Attributes:
-        group: group of points that share a line of a table.
+        group: the points of one group share a line of a table.
         figures: the numbers from which the verdict follows, as text.
         saved_us, ratio: time without the change minus the time with it, and their quotient; None if no times are compared.
     """
@@ -51,7 +51,7 @@ class Observation:
 
 
 def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least_saved_us: float = 0.0) -> Observation:
-    """Return the observation, by every clock, that more than `least_saved_us` is saved; the name of an only clock is ""."""
+    """Return whether more than `least_saved_us` is saved at a point by all `clocks`. The name of an only clock is ""."""
     said = {standing_of(*times, least_saved_us) for times in clocks.values()}
     if said == {Standing.HOLDS}:
         standing = Standing.HOLDS
@@ -66,19 +66,19 @@ def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least
 
 
 def stated(group: str, where: str, holds: bool, figures: str) -> Observation:
-    """Return an observation about a recorded fact other than a time."""
+    """Return an observation about a recorded fact that is not a time."""
     return Observation(group, where, Standing.HOLDS if holds else Standing.FAILS, figures)
 
 
 def microseconds(value: float) -> str:
-    """Format a time with the digits that a comparison needs: 1,234 and 56.7 and 8.90, and 0."""
+    """Format a time with the digits that a comparison needs, as in "1,234", "56.7", "8.90" and "0"."""
     digits = 0 if abs(value) >= 1000 or value == 0 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Aspect:
-    """A statement with its observations. One that the change does not claim is reported, but does not count in its verdict."""
+    """A statement about a change, with its observations. Only claimed statements count in the verdict on the change."""
 
     statement: str
     observations: tuple[Observation, ...]
@@ -117,7 +117,7 @@ def aspects(
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict of a change's recordings: what was measured, sentences with more numbers, and what the recordings lack."""
+    """The answer about a change: the verdicts, sentences with further numbers, and what the recordings lack."""
 
     aspects: tuple[Aspect, ...]
     setting: str

@@ -1,4 +1,4 @@
-"""Draw pictures of labelled lines of cells. The function of each picture makes the lines from its data."""
+"""Draw pictures of labelled lines of cells. Each picture's own function makes the lines from its data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Box:
-    """A cell, a `Rectangle` of a line: its left edge, the key of its kind, the words in its middle, its width, and its gid."""
+    """A cell of a line: its left edge, its kind, the words in its middle, its width, and the gid of its `Rectangle`."""
 
     x: float
     kind: Any
@@ -51,7 +51,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Ruler:
-    """A line with ends, from `start` on, and words after it."""
+    """A horizontal line with marked ends that begins at `start`, and words after it."""
 
     start: float
     length: float
@@ -61,7 +61,7 @@ class Ruler:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a picture: a label at its left, and cells and rulers; or a heading. `dot` is the x of a mark."""
+    """A line of a picture: a label on the left, cells and rulers; or a heading. `dot` is the x coordinate of a mark."""
 
     label: str = ""
     cells: Sequence[Box] = ()
@@ -89,11 +89,11 @@ def cells_figure(
     square: bool = False,
     dot: str = "",
 ) -> Figure:
-    """Draw lines from the top, and a legend of the kinds that there are.
+    """Draw lines from top to bottom, and a legend of the kinds of cells that occur.
 
     Args:
         columns: the first and the last x.
-        across: what is written above the lines, by the x of its middle; `rotation` turns it, in degrees.
+        across: words above the lines, by the x of their middle. `rotation` turns them, in degrees.
         square: cells are as wide as high.
         dot: the legend's words for dots.
     """

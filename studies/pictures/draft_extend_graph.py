@@ -1,4 +1,4 @@
-"""Recorded times of a draft extend: by the outputs of its CUDA graph, and of eager passes and replays."""
+"""Draw recorded times of a draft extend: by the outputs of its CUDA graph, and of eager passes and replays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ FLOOR_WORDS = "floor: the least time of its bytes and operations"
 
 
 def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the recorded `forms`: GPU time and floor of a draft extend by its outputs, a panel per number of draft tokens."""
+    """Draw GPU time and floor of a draft extend by its outputs, with a panel per number of draft tokens."""
     widths = sorted({row["num_draft_tokens"] for row in rows})
     sizes = sorted({row["batch_size"] for row in rows})
     figure, panels = style.panels(title, 3.6, columns=len(widths), grid="y")
@@ -52,7 +52,7 @@ ARM_WORDS = {"eager": "launched one by one", "graph": "replayed, the copies into
 
 
 def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the recorded `modes` of one mode: time from the call to an idle GPU, and the host's and the kernels' own times."""
+    """Draw a mode's times: from the call until the GPU is idle, the host's time, and the kernels' time."""
     sizes = sorted({row["batch_size"] for row in rows})
     figure, axes = style.one_panel(title, 1.6 + 0.5 * len(sizes), grid="x")
     held_back = f"the same, clocks held back ({_limits_of(rows)})"

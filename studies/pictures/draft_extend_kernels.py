@@ -1,4 +1,4 @@
-"""Draft extend on the decode call against the context call, from rows of `results/<gpu>/draft_extend_kernels.json`."""
+"""Compare draft extends on the decode call and on the context call, from rows of `results/<gpu>/draft_extend_kernels.json`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite
@@ -41,9 +41,11 @@ SHARE_BANDS: Bands = {
 
 
 def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the context call's time over the decode call's: a panel per number of query rows, requests over keys.
+    """Draw the context call's time over the decode call's. There is a panel per number of query rows, with a cell per number of
+    requests and of keys.
 
-    A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed. ValueError: no point has both.
+    A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed. Raises ValueError if no point has
+    both times.
     """
     ratios = {
         point: found["context"]["median_us"] / found["decode"]["median_us"]
@@ -60,7 +62,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
 
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
-    """Draw the floor in percent of each call's time, in cells as in `crossover_figure`; ValueError: a number has no row."""
+    """Draw the floor in percent of each call's time, in cells as in `crossover_figure`. Raises ValueError without a row."""
     points = points_of(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}
     for variant in ("decode", "context"):
@@ -75,7 +77,7 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
 
 
 def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, kv_len: int, q_len: int) -> Figure:
-    """Draw each variant's time over the query rows, and over the keys, through one point; ValueError: it was not measured."""
+    """Draw each variant's time over query rows, and over keys, through one point. Raises ValueError if it is not measured."""
     rows = list(rows)
     chosen = {"requests": requests, "kv_len": kv_len, "q_len": q_len}
     measured = {(row["requests"], row["kv_len"], row["q_len"]) for row in rows}
@@ -157,7 +159,7 @@ def _counted(name: str, count: int) -> str:
 
 
 def _ratio_in_words(ratio: float) -> str:
-    """Return two digits, or as many as tell the ratio from 1."""
+    """Return a ratio with two decimals, or with as many as distinguish it from 1."""
     if ratio < 1:
         return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.3f}"
     return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"

@@ -1,4 +1,4 @@
-"""The metadata of a multi-step draft, and the time that its parts take, from rows of `results/<gpu>/draft_steps.json`."""
+"""Draw the metadata of a multi-step draft, and the time that its parts take, from rows of `results/<gpu>/draft_steps.json`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
@@ -39,7 +39,8 @@ LISTS: dict[str, dict[str, Any]] = {
 def built_figure(
     batch: ForwardBatch, pool: KVPool, prepared: PreparedDraft, buffers: DraftBuffers, title: str
 ) -> Figure:
-    """Draw the metadata that the common template makes for each step: the page table, and the ragged list that nobody reads.
+    """Draw the metadata that SGLang's common template makes for each draft step: the page table, and the ragged list, which no
+    kernel reads.
 
     A slot of a list has the gid "list <step> <request> <slot>", a page "page <step> <request> <page>".
 
@@ -93,7 +94,7 @@ def _step_lines(starts: Sequence[int], step: int, draft_step: DraftStep, page_si
 
 
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """Draw the GPU time of a draft's metadata over equal requests' length, by plan: columns of batch sizes, MHA over MLA."""
+    """Draw the GPU time of a draft's metadata over the requests' length, by plan. Columns are batch sizes; MHA is above MLA."""
     drawn = _uniform(rows, mode="draft_steps", num_steps=num_steps)
     figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
     for (attention, requests), axes in panels.items():
@@ -108,7 +109,7 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
 
 
 def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """Draw the GPU time of the ragged lists alone over the length of equal requests, by schedule, and their bytes' floor."""
+    """Draw the GPU time of the ragged lists alone over the requests' length, by schedule, and the floor."""
     drawn = _uniform(rows, mode="kv_indices", num_steps=num_steps)
     figure, panels = _panels(drawn, ("lists",), title, f"{num_steps} steps")
     for (_, requests), axes in panels.items():
@@ -121,7 +122,7 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
 
 
 def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int, tokens: int) -> Figure:
-    """Draw the GPU time of a draft's metadata over `speculative_num_steps`, by plan; ValueError: no such row."""
+    """Draw the GPU time of a draft's metadata over `speculative_num_steps`, by plan. Raises ValueError without a row."""
     drawn = _uniform(rows, mode="draft_steps", requests=requests, kv_tokens=requests * tokens)
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
@@ -141,7 +142,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
 
 
 def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
-    """Draw the recorded `pr_26241`: what skipping the lists saved per draft, and the saving that its description states."""
+    """Draw the measured saving per draft without the ragged lists, and the saving that pull request 26241 claims."""
     gpu = {f"GPU, {_requests(point)}": saved for point, saved in claim["gpu_saving_us_per_draft_mla"].items()}
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
     bars = gpu | host
@@ -161,7 +162,7 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
 
 
 def _requests(point: str) -> str:
-    """Return "4 requests of 80K" for "4x80k/steps3"."""
+    """Convert the name of a point, such as "4x80k/steps3", to words: "4 requests of 80K"."""
     count, _, length = point.split("/")[0].partition("x")
     return f"{counted(int(count), 'request')} of {length.upper()}"
 

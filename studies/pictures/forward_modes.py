@@ -1,4 +1,4 @@
-"""The pages and keys that each query row of a forward pass reads, by the metadata that its kernel gets."""
+"""Draw the pages and keys that each query row of a forward pass reads according to its metadata."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class RequestReads:
-    """The keys that the query rows of one request read by the metadata, and those that they must read.
+    """The keys that the query rows of one request read according to the metadata, and the keys that they must read.
 
     Attributes:
-        tokens: tokens with K and V in the pool when the kernel runs, the new ones included.
-        new: the number of new ones: written by this pass, or by the steps of this draft.
-        rows: of the query tensor, in the order of the request's newest tokens.
+        tokens: tokens with K and V in the pool when the kernel runs, including the new ones.
+        new: number of tokens that this pass, or the steps of this draft, have written.
+        rows: indices of the request's rows in the query tensor, in the order of its newest tokens.
         pages: the live cells of the request's row of the page table.
     """
 
@@ -59,7 +59,7 @@ class RequestReads:
 
 
 def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> list[RequestReads]:
-    """Return what each request of a full-attention pass reads; tokens come from the batch, so that wrong metadata shows."""
+    """Return what each request of a full-attention pass reads. Tokens are taken from the batch, not from the metadata."""
     offsets, kernel_lens = metadata.cu_seqlens_q.tolist(), metadata.cache_seqlens_int32.tolist()
     reads = []
     for i, engine_len in enumerate(batch.seq_lens.tolist()):
@@ -81,7 +81,8 @@ def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata
 def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, title: str | None = None) -> Figure:
     """Draw the pages and tokens of each request, and below them a line per query row with the keys that it reads.
 
-    A cell of a query row has the gid "<kind> <query row> <position>", a kind of `KINDS`. Without a title it is the mode.
+    A cell of a query row has the gid "<kind> <query row> <position>", where kind is a key of `KINDS`. Without `title`, the
+    title is the forward mode.
     """
     reads = request_reads(batch, pool, metadata)
     slots = max((len(_columns(each, pool.page_size)) for each in reads), default=0)
@@ -100,7 +101,7 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
 
 
 def _columns(reads: RequestReads, page_size: int) -> range:
-    """Return the positions that are drawn: whole pages of all tokens, and of all keys that are read."""
+    """Return the positions that are drawn: all positions of the pages that hold the tokens and the keys that are read."""
     return range(-(-max(reads.tokens, reads.kernel_len) // page_size) * page_size)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the judge: mutants and the checks that find them, errors of one output."""
+"""Draw pictures of the judge: mutants and the checks that find them, and the errors of one output."""
 
 import math
 from bisect import bisect
@@ -36,7 +36,7 @@ def _table(
 
 
 def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
-    """Return different mutants, one for each check: among those not yet chosen, the mutant that the fewest checks find."""
+    """Return a different mutant for each check: among those that are not yet chosen, the mutant that the fewest checks find."""
     chosen: dict[str, Record] = {}
     for check in checks:
         found = sorted(
@@ -49,7 +49,7 @@ def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list
 
 
 def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
-    """Draw all mutants: a column each, a line per check with how many it finds, and a line per rule with how many it passes."""
+    """Draw all mutants: a column each, a line per check with how many it finds, a line per rule with how many pass it."""
     groups = grouped((_family(record), record) for record in records)
     widths = [len(group) + len(records) / 100 for group in groups.values()]  # a ranges after each group
     starts = list(accumulate(widths, initial=0.0))
@@ -82,7 +82,7 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
 
 
 def _joined(boxes: Iterable[Box]) -> list[Box]:
-    """Join neighbours in a line, so that a picture of thousands of cells has few patches."""
+    """Join neighbouring cells of a line, so that a picture of thousands of cells has few patches."""
     joined: list[Box] = []
     for box in boxes:
         if joined and math.isclose(joined[-1].x + joined[-1].width, box.x):
@@ -93,7 +93,7 @@ def _joined(boxes: Iterable[Box]) -> list[Box]:
 
 
 def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
-    """Draw named mutants: a line each, a column per check, and at the right a column per upstream rule."""
+    """Draw some mutants: a line per mutant, a column per check, and on the right a column per upstream tolerance rule."""
     first_rule = len(checks) + 1  # a column is left free
     lines = {}
     for record in records:
@@ -106,7 +106,7 @@ def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
-    """Draw the error of each output vector over its bound, [num_rows, num_heads] each: blue within the bound, red beyond."""
+    """Draw each output vector's error divided by its bound, [num_rows, num_heads] each: blue up to 1, red above."""
     ratios = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).T.tolist()
     requests = [(f"request {request}", len(list(rows))) for request, rows in groupby(request_of_row.tolist())]
     starts = accumulate((width for _, width in requests), initial=0)
@@ -129,7 +129,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
 def passing_figure(
     passed: Sequence[Sequence[bool]], lengths: Sequence[int], rules: Sequence[str], title: str
 ) -> Figure:
-    """Draw the lengths at which each rule lets an output pass: a line per rule, a column per length in keys, as in `passed`."""
+    """Draw at which lengths each rule accepts an output: a line per rule, and a column per length in keys."""
     lines = {
         rule: [Box(x, "passes" if passes else "found") for x, passes in enumerate(line)]
         for rule, line in zip(rules, passed, strict=True)

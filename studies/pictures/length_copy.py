@@ -1,4 +1,4 @@
-"""A decode loop's CPU and GPU lanes with and without the copy of its lengths, from `length_copy.json`; and verify masks."""
+"""Draw the work of a decode loop with and without the copy of its lengths, from `length_copy.json`, and verify masks."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ MASK_KINDS = {
 
 
 class Lane(enum.Enum):
-    """A processor; the value is its name in the picture."""
+    """A processor. The value is its name in the picture."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -40,7 +40,7 @@ class Lane(enum.Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one step's work, in µs from any common start; with `waits`, the CPU waits for the GPU in it."""
+    """A part of one step's work, in µs from any common start. If `waits` is True, the CPU waits for the GPU."""
 
     lane: Lane
     step: int
@@ -62,7 +62,7 @@ class LoopExcerpt:
 
 
 def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
-    """Return the steps of a recorded variant's `timeline`; ValueError: no step, or unequal numbers of GPU activities."""
+    """Return the steps of a variant's recorded `timeline`. Raises ValueError if it is empty or incomplete."""
     ranges = [(name, start, us) for lane, name, start, us in variant["timeline"] if lane == "host"]
     hosts = sorted((start, int(name.split()[1]), us) for name, start, us in ranges if name.startswith("step "))
     activities = [(start, us) for lane, _, start, us in variant["timeline"] if lane.startswith("GPU")]
@@ -94,9 +94,10 @@ def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple
 
 
 def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
-    """Draw a CPU lane over a GPU lane for each loop, on one time axis; a step has the same colour in both lanes.
+    """Draw the CPU's work above the GPU's work for each loop, on one time axis. A step has the same colour in both.
 
-    A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
+    A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" if the CPU waits, or "idle" if the GPU has no
+    work.
     """
     end_us = max(span.end_us for excerpt in excerpts for span in excerpt.spans)
     names, lanes = [excerpt.name for excerpt in excerpts], [lane.value for lane in Lane]
@@ -151,7 +152,7 @@ def _bar(axes: Axes, lane: Lane, start_us: float, end_us: float, **look: Any) ->
 
 
 def variants_figure(variants: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the busy and idle GPU time of a step of each recorded variant; a mark is the step without a profiler."""
+    """Draw the busy and idle GPU time of a step of each recorded variant. A mark is the time of a step without a profile."""
     figure, axes = style.one_panel(title, 1.2 + 0.33 * len(variants), grid="x")
     for place, variant in enumerate(variants):
         step_us, idle_us = variant["medians"]["step_us"], variant["medians"]["idle_us"]
@@ -180,7 +181,7 @@ def step_time_figure(
     title: str,
     chosen: int | None = None,
 ) -> Figure:
-    """Draw the time of a step over the number of layers, for two loops, the slower first; time above `gpu_us` is bubble."""
+    """Draw the time of a step over the number of layers for two loops, the slower first. Above `gpu_us` the GPU is idle."""
     figure, axes = style.one_panel(title, 3.3)
     axes.plot(num_layers, gpu_us, "--", color=style.TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
     (slower, slower_us), (faster, faster_us) = step_us.items()
@@ -202,9 +203,10 @@ def step_time_figure(
 
 
 def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
-    """Draw each mask of a batch, written by `write_chain_mask`: a block of query rows by keys per request.
+    """Draw each mask of a batch, which `write_chain_mask` has written, as a block of query rows by keys per request.
 
-    A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>". ValueError: too many columns.
+    A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>". Raises ValueError for too many
+    columns.
     """
     blocks = [_mask_blocks(mask, seq_lens) for mask in masks]
     columns = max(sum(width for _, _, width in each) + len(each) - 1 for each in blocks)

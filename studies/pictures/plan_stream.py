@@ -1,4 +1,4 @@
-"""Verify planned during the draft: what a plan depends on, two lanes of a recorded iteration, what the overlap saves."""
+"""Draw a verify pass that is planned during the draft: what its plan depends on, a recorded iteration, and the time saved."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ PhaseEvent = Mapping[str, Any]
 
 
 def draft_to_verify_us(events: Iterable[PhaseEvent]) -> tuple[float, float]:
-    """Return the end of the draft and the start of verify, in µs from the iteration's first kernel on."""
+    """Return the end of the draft and the start of the verify pass, in µs after the start of the iteration's first kernel."""
     listed = list(events)
     ended = max(each["start_us"] + each["duration_us"] for each in listed if each["phase"] == "draft")
     return ended, min(each["start_us"] for each in listed if each["phase"] == "verify")
@@ -38,10 +38,11 @@ def draft_to_verify_us(events: Iterable[PhaseEvent]) -> tuple[float, float]:
 def two_lane_figure(
     timelines: Mapping[str, Sequence[PhaseEvent]], title: str, window_us: tuple[float, float] | None = None
 ) -> Figure:
-    """Draw recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
+    """Draw recorded iterations below each other, with a lane per stream. An arrow leads from the draft's end to the verify
+    pass's start.
 
-    A kernel is a `Rectangle` whose gid is "<stream> <phase>". `window_us` counts from the iteration's first kernel; None ends
-    shortly after the last start of verify. Raises ValueError for no timeline or an empty window.
+    A kernel is a `Rectangle` whose gid is "<stream> <phase>". `window_us` counts from the iteration's first kernel; None: it
+    ends shortly after the last verify pass has begun. Raises ValueError for no timeline or an empty window.
     """
     if not timelines:
         raise ValueError("no timeline to draw: pass at least one iteration's events")
@@ -85,10 +86,10 @@ def _draw_gap(axes: Axes, events: Iterable[PhaseEvent], window: tuple[float, flo
 
 @dataclass(frozen=True)
 class Saved:
-    """The time that the overlap saves of one kind of iteration, µs; a negative time is a cost.
+    """The time in µs that the overlap of plan and draft saves in one kind of iteration. A negative time is a cost.
 
     Attributes:
-        traced_us, traced_rounds_us: of the medians of all profiled iterations, and of each round's.
+        traced_us, traced_rounds_us: from the medians of all profiled iterations, and of each round's.
         untraced_us, untraced_rounds_us: the same by the host's clock over a whole run, without a profiler.
     """
 
@@ -100,7 +101,7 @@ class Saved:
 
 
 def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
-    """Subtract iterations planned after the inputs from those planned in line; runs of the same number are of one round."""
+    """Return how much longer iterations take if they are planned after the draft, not during it. Equal runs are a round."""
     saved = []
     for before, beside in pairs(rows, "start", "in line", "after the inputs", ("drafts", "builder", "draft_us")):
         untraced_us = before["unprofiled_iteration_us"], beside["unprofiled_iteration_us"]
@@ -125,7 +126,7 @@ def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[floa
 
 
 def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
-    """Draw bars of the time that the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
+    """Draw bars of the time that the overlap saves, with and without a profiler, and a dot per round."""
     figure, axes = style.one_panel(title, 1.3 + 0.48 * len(saved), grid="x")
     axes.spines["left"].set_visible(False)
     axes.axvline(0, color=style.TEXT_COLOUR, linewidth=1)
@@ -156,7 +157,7 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
 
 
 def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
-    """Draw whether each tensor that verify gets changes with each cause; `known` says when a cause is final.
+    """Draw whether each tensor of a verify pass changes with each cause. `known` says when a cause is final.
 
     A cell has the gid "changes <cause>/<tensor>" or "same <cause>/<tensor>".
     """

@@ -1,4 +1,4 @@
-"""Pictures of `studies.real_client`: an engine's calls, step by step, and what shadow found."""
+"""Draw the attention calls of a real engine by step, and the verdicts on them (`studies.real_client`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,10 @@ LOOKS = {
 
 
 def calls_figure(calls: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw, of each attention served in shadow, the keys of a call's longest request over the step; ValueError: no call.
+    """Draw, for each attention implementation, the keys of each call's longest request over the engine's step. Raises
+    ValueError without calls.
 
-    The calls of a step, one of each layer, lie side by side. The marks of a verdict have the gid "<attention> <verdict>".
+    The calls of a step, one per layer, lie next to each other. The marks of a verdict have the gid "<attention> <verdict>".
     """
     names = list(dict.fromkeys(call["attention"] for call in calls))
     if not names:

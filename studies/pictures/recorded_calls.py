@@ -1,4 +1,4 @@
-"""A recorded call's page tables: the pages of each request, and which of them other requests have too."""
+"""Draw a recorded call's page tables: the pages of each request, and which of them several requests share."""
 
 from collections import Counter
 

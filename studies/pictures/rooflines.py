@@ -1,4 +1,4 @@
-"""Draw the two limits of an amount of work, and one clock's readings over another's. Needs the extra `plots`."""
+"""Draw memory time and matrix time over the amount of work, and the readings of clocks. Needs the extra `plots`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ class FloorParts:
 def bound_figure(
     parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[tuple[float, Row]] = ()
 ) -> Figure:
-    """Draw the memory time and the matrix time over the amount, sorted; the upper line is the floor.
+    """Draw the memory time and the matrix time over the amount of work, sorted. The upper line is the floor (least possible
+    time).
 
-    Marks are measurements of the same work, by amount; hollow marks are throttled. The matrix-bound part is shaded.
+    Marks are measurements of the same work, by amount; a hollow mark was measured at reduced clocks. The part that is bound by
+    matrix products is shaded.
     """
     figure, axes = style.one_panel(title, 4.6, log="xy")
     amounts = [part.amount for part in parts]
@@ -65,7 +67,7 @@ def bound_figure(
 
 
 def clocks_figure(readings_us: Mapping[str, Mapping[str, float | None]], base: str, title: str) -> Figure:
-    """Draw each clock's reading, µs per call by work and clock, relative to the base clock's, which must time all."""
+    """Draw each clock's reading, in µs per call, divided by that of the clock `base`, which must have timed all work."""
     clocks = [name for name in dict.fromkeys(name for each in readings_us.values() for name in each) if name != base]
     figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings_us), log="x")
     labels = []

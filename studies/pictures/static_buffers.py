@@ -1,4 +1,4 @@
-"""The static buffers of a draft extend's CUDA graph at a replay, cell by cell."""
+"""Draw the static buffers of a draft extend's CUDA graph at a replay, cell by cell."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Along(NamedEnum):
-    """What a cell of a buffer stands for."""
+    """What a cell of a buffer is for: a request, a query row and so on."""
 
     REQUESTS = "a cell per request"
     ROWS = "a cell per query row"
@@ -68,7 +68,7 @@ ALONG = {name: along for group in GROUPS.values() for name, along in group.items
 
 
 def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
-    """Return the buffers that a draft extend's graphs read, by name, with the largest captured size; no copies."""
+    """Return the buffers (not copies) that the graphs of a draft extend read, by name, for the largest captured size."""
     sources = (graph.runner.inputs, graph.inputs, graph.runner.metadata.buffers)  # of each group
     return {
         name: getattr(source, {"cache_seqlens": "cache_seqlens_int32"}.get(name, name))
@@ -78,9 +78,9 @@ def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
 
 
 def written_cells(buffers: Mapping[str, Tensor], replay: Callable[[], object]) -> dict[str, Tensor]:
-    """Return the cells that a replay writes: bool, the buffers' shapes; a row of `hidden_states` is one cell.
+    """Return which cells a replay writes, as bool tensors of the buffers' shapes. A row of `hidden_states` is one cell.
 
-    The replay runs on buffers of zeros and on buffers of ones, which must be good entries. Cells that are the same afterwards
+    The replay runs on buffers of zeros and on buffers of ones, which must be valid contents. Cells that are equal afterwards
     were written. Then the old contents are restored, and the replay runs once more.
     """
     before = {name: tensor.clone() for name, tensor in buffers.items()}
@@ -119,7 +119,7 @@ def replayed_buffers(
     written: Mapping[str, Tensor],
     earlier: Sequence[Mapping[str, Tensor]] = (),
 ) -> ReplayedBuffers:
-    """Return the state of every cell right after a replay, from the cells that it and earlier replays wrote."""
+    """Return the state of every cell after a replay, from the cells that this replay and the `earlier` ones wrote."""
     size = graph.runner.size_for(num_requests)
     page_size = graph.runner.pool.page_size
     buffers = static_buffers(graph)
@@ -157,9 +157,9 @@ def replayed_buffers(
 
 
 def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
-    """Draw the value and the state of every cell of the static buffers; ValueError: they are not legible.
+    """Draw the value and state of every cell of the static buffers. Raises ValueError if they are too many to be legible.
 
-    A cell has the gid "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
+    A cell has the gid "<state's name> <buffer> <index>", with the index "<request>,<page>" in a page table.
     """
     rows = buffers.max_batch_size * buffers.width
     check_legible(rows, "query rows", MOST_ROWS, "capture smaller sizes, or fewer rows of each request")
