@@ -27,24 +27,16 @@ Call = DecodeCall | ContextCall | MLADecodeCall
 
 @dataclass(frozen=True)
 class RowTile:
-    """Query rows of one request, and the range of keys that at least one of the rows may see.
+    """Query rows of one request, and the range of keys that at least one of the rows may see."""
 
-    Attributes:
-        request: index of the request in the batch.
-        first_row, num_rows: the tile's rows in the query.
-        first_position: position of the first row in its request; negative for a row before the first key.
-        q_len, kv_len: numbers of rows and keys of the request.
-        key_start, key_end: range of positions that the tile reads.
-    """
-
-    request: int
-    first_row: int
+    request: int  # index of the request in the batch
+    first_row: int  # index of the tile's first row in the query
     num_rows: int
-    first_position: int
-    q_len: int
-    kv_len: int
-    key_start: int
-    key_end: int
+    first_position: int  # position of the first row in its request; negative for a row before the first key
+    q_len: int  # number of rows of the request
+    kv_len: int  # number of keys of the request
+    key_start: int  # first position that the tile reads
+    key_end: int  # end of the positions that the tile reads
 
     @property
     def rows(self) -> slice:
@@ -126,7 +118,10 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         """Compute a problem, of all heads or of one K/V head, into `out` and `lse`."""
         tiles = self.tiles(problem)
         workspace = self.workspace(call.workspace_buffer, problem, tiles)
-        self.clear_padding(problem, out, lse)
+        end = self.row_offsets(problem)[-1]  # later rows are padding
+        out[end:] = 0
+        if lse is not None:
+            lse[end:] = -math.inf
         for index, tile in enumerate(tiles):
             scratch = self.layout(problem, tile, workspace.scratch)
             for place, part in zip(scratch, self.partials(problem, tile), strict=True):
@@ -192,13 +187,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
             return False
         counters[index] = 0
         return True
-
-    def clear_padding(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Set the output of the rows after the last request's to zero, and their LSE to -inf."""
-        end = self.row_offsets(problem)[-1]
-        out[end:] = 0
-        if lse is not None:
-            lse[end:] = -math.inf
 
     def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         out[tile.rows] = rounded(rows.values, out.dtype)
