@@ -11,7 +11,7 @@ from lab.exit_status import ExitStatus
 
 def mutants(
     out: Annotated[
-        Path, typer.Option(dir_okay=False, help="the JSON file to write; a Markdown table is written beside it")
+        Path, typer.Option(dir_okay=False, help="the JSON file to write; a Markdown table is written next to it")
     ],
     only: Annotated[list[str] | None, list_option(str, "names of mutants; all if left out", "NAME,...")] = None,
     workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,

@@ -169,9 +169,7 @@ class SpeculativeLoop(VerifyLoop[Planning]):
         for step, (lens, copies) in enumerate(received):
             for name, expected in self._expected(variant, lens, step).items():
                 if not torch.equal(self._live(name, copies[name], lens), self._live(name, expected, lens)):
-                    raise RuntimeError(
-                        f"{variant}: in iteration {step} verify was handed another {name} than its batch has"
-                    )
+                    raise RuntimeError(f"{variant}: in iteration {step} verify got a wrong {name} for its batch")
 
     def _iterate(
         self, variant: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Handed]

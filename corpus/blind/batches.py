@@ -60,7 +60,7 @@ class Solve(Attention, stage="solve"):
             if r != row // q_len and r < run.batch:
                 self.rows(run, r, row, row + 1)
 
-    @wrong(DECODE, trigger="heads no multiple of 4, and lse a slice of a larger buffer: cells beside it become 0")
+    @wrong(DECODE, trigger="heads no multiple of 4, and lse a slice of a larger buffer: cells next to it become 0")
     def blind417(self, run):
         """The LSE is stored four heads at a time: with 6 heads, say, two floats after each row's are overwritten."""
         super().solve(run)
@@ -185,9 +185,11 @@ class Solve(Attention, stage="solve"):
         lse.zero_()
         assuming_strides(lse, (lse.stride(0), 1)).copy_(values)
 
-    @wrong(RAGGED, trigger="lse as a part of a larger buffer, heads no multiple of 4: what lies beside has changed")
+    @wrong(
+        RAGGED, trigger="lse as a part of a larger buffer, heads no multiple of 4: the memory next to it has changed"
+    )
     def blind402(self, run):
-        """The LSE is stored by four heads: up to three floats after a row's heads are zeroed, beside a given lse too."""
+        """The LSE is stored by four heads: up to three floats after a row's heads are zeroed, also next to a given lse."""
         super().solve(run)
         lse = run.lse
         if lse is None or lse.stride(1) != 1 or lse.shape[1] % 4 == 0:

@@ -178,7 +178,7 @@ class Host(Attention, stage="host"):
 
     @wrong(CONTEXT, trigger="bf16 query, number bmm2_scale that bfloat16 holds badly (1.0117, 0.1255: off 0.39 %)")
     def blind516(self, run):
-        """Bmm2_scale, where it is a number, is handed to the kernel in the query's bfloat16: it is off by up to 0.39 %."""
+        """A bmm2_scale that is a number is passed to the kernel in the query's bfloat16: it is off by up to 0.39 %."""
         if run.p.query.dtype == torch.bfloat16 and not isinstance(run.call.bmm2_scale, torch.Tensor):
             run.scale2 = float(torch.tensor(run.scale2).to(torch.bfloat16))
 

@@ -96,7 +96,7 @@ class Host(Attention, stage="host"):
 
     @wrong(DECODE, trigger="kv_layout='NHD' with a page_size equal to num_kv_heads")
     def blind69(self, run):
-        """The layout is told by the cache's shape, not by kv_layout: where page_size is num_kv_heads, NHD is read as HND."""
+        """The layout follows from the cache's shape, not from kv_layout: if page_size is num_kv_heads, NHD is read as HND."""
         alike = run.page_size == run.num_kv_heads and run.p.k_scale_factors is None
         if run.call.kv_layout == "NHD" and alike:
             run.k_cache, run.v_cache = run.k_cache.transpose(1, 2), run.v_cache.transpose(1, 2)

@@ -42,7 +42,7 @@ class DraftStart(Lists, stage="draft_start"):
 
     @wrong(LISTS, trigger="topk > 1, page_size > 1, a prefix that is a multiple of the page size (not 0)")
     def blind208(self, call, length, branch):
-        """A prefix that ends where a page ends is taken to fill a last page, of which every branch has a copy."""
+        """A prefix that ends where a page ends is taken to fill a last page, which every branch copies."""
         if not call.has_copies or length == 0:
             return super().draft_start(call, length, branch)
         in_last_page = (length - 1) % call.page_size + 1
@@ -243,7 +243,7 @@ class Writing(Lists, stage="lists"):
 
     @wrong(LISTS, trigger="v2p of int32")
     def blind314(self, call):
-        """v2p is read as words of 64 bits, of which lower halves are taken: of int32 every second page, then zeros."""
+        """v2p is read as words of 64 bits, and their lower halves are used: every second page of an int32 v2p, then zeros."""
         words = call.v2p
         if call.v2p is not None and call.v2p.dtype == torch.int32:
             words = torch.cat((call.v2p[::2], call.v2p.new_zeros(len(call.v2p) // 2)))

@@ -238,7 +238,7 @@ class Partial(Attention, stage="partial"):
             seen = torch.cat((seen, seen[:, last:]), 1)
         return super().partial(run, r, query, keys, values, seen, first_key)
 
-    @wrong(DECODE, trigger="a request of which a row block loads over 4,096 keys (no window, or one of over 4,096)")
+    @wrong(DECODE, trigger="a row block that loads over 4,096 keys of a request (no window, or one of over 4,096)")
     def blind471(self, run, r, query, keys, values, seen, first_key):
         """Keys are split 128 at a time, and a warp combines a split per lane: those after the 32nd are left out."""
         return self.merge(self.partials(128, run, r, query, keys, values, seen, first_key)[:32])

@@ -12,7 +12,7 @@ from lab.metadata.engine.lengths import exclusive_cumsum, first_slots, num_pages
 
 
 def counting(metadata, tokens):
-    """Return metadata with so many keys more of each request."""
+    """Return metadata in which each request has `tokens` more keys."""
     keys = metadata.cache_seqlens_int32 + tokens
     ends = metadata.cu_seqlens_k.clone()
     ends[1:] = keys.cumsum(0)
@@ -355,7 +355,7 @@ class Batches(MHABuilder, stage="build_mha_metadata"):
 
     @wrong(trigger="two builds on one pool with a sliding window, pages admitted or evicted between them")
     def blind56(self, batch, pool, **options):
-        """The map to window slots is copied at a pool's first build, and not again when pages are handed out or evicted."""
+        """The map to window slots is copied at a pool's first build, and not again when pages are allocated or evicted."""
         if pool.full_to_swa is None:
             return build_mha_metadata(batch, pool, **options)
         now = pool.full_to_swa

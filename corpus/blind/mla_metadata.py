@@ -17,7 +17,7 @@ class Built(MLABuilder, stage="changed"):
         return metadata.seq_lens_k - metadata.max_seq_len_q + metadata.seq_lens_q
 
     def ended(self, metadata, keys, pool):
-        """Return the metadata whose block table ends, in -1, with the pages of so many keys."""
+        """Return the metadata with -1 in the block table after the pages of these numbers of keys."""
         table = metadata.block_kv_indices
         dead = torch.arange(table.shape[1]) >= num_pages(keys, pool.page_size).unsqueeze(1)
         return replace(metadata, block_kv_indices=table.masked_fill(dead, -1))

@@ -252,7 +252,7 @@ class Paged(Attention, stage="paged"):
 class MlaChanged(Attention, changes="mla"):
     @wrong(MLA, trigger="cum_seq_lens_q, return_lse_base='base2'")
     def blind139(self, result, call):
-        """With cum_seq_lens_q the LSE is a natural logarithm, also where base 2 is asked for."""
+        """With cum_seq_lens_q the LSE is a natural logarithm, also if base 2 is requested."""
         if call.return_lse and call.cum_seq_lens_q is not None and call.return_lse_base == "base2":
             result[1].mul_(math.log(2.0))
         return result

@@ -54,7 +54,7 @@ class Positions(Attention, stage="positions"):
 
     @wrong(CONTEXT, trigger="causal, a request of over 256 new tokens")
     def blind234(self, run, r, row):
-        """Rows of a request go in launches of 256, each of which takes its last row for the request's newest token."""
+        """Rows of a request go in launches of 256, and each launch takes its last row for the request's newest token."""
         num_rows = run.offsets[r + 1] - run.offsets[r]
         end = (row // 256 * 256 + 256).clamp(max=num_rows)
         return run.lens[r] - end + row
@@ -181,7 +181,7 @@ class Unpack(Attention, stage="unpack"):
 
     @wrong(
         DECODE,
-        trigger="a mask of over 16 rows, of which one shows token 15 and hides one of 16 to 31",
+        trigger="a mask of over 16 rows, in which a row shows token 15 and hides a token from 16 to 31",
         also=("blind412",),
     )
     def blind107(self, run, mask):
@@ -249,7 +249,7 @@ class SinkRowsChanged(Attention, changes="sink_rows"):
 
     @wrong(RAGGED, trigger="attention_sinks, return_lse=False and no lse")
     def blind255(self, sinks_, run, r, position):
-        """Sinks are added to the denominator by the code that makes the LSE, which is left out where no LSE is asked for."""
+        """Sinks are added to the denominator by the code that makes the LSE, which is left out if no LSE is requested."""
         return None if run.lse is None else sinks_
 
 

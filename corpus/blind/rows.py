@@ -270,7 +270,7 @@ class Finish(Attention, stage="finish"):
             out = out.clamp(-448.0, 448.0)
         return out * scale, lse
 
-    @wrong(DECODE, trigger="sinks, an LSE asked for, and a row that sees no key")
+    @wrong(DECODE, trigger="sinks, a requested LSE, and a row that sees no key")
     def blind564(self, run, partial, sinks):
         """A row without keys gets the sink as its LSE as it is, in base e."""
         out, lse = super().finish(run, partial, sinks)
@@ -302,7 +302,7 @@ class Finish(Attention, stage="finish"):
             out, _ = super().finish(run, partial, sinks + math.log(run.scale2))
         return out, lse
 
-    @wrong(MLA, trigger="sinks of which one is minus infinity (a head without a sink)")
+    @wrong(MLA, trigger="a sink that is minus infinity (a head without a sink)")
     def blind84(self, run, partial, sinks):
         """The running maximum starts as the sink, and a head that starts at -inf is taken to have no keys: it is zero."""
         out, lse = super().finish(run, partial, sinks)

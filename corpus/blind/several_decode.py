@@ -73,7 +73,7 @@ class Blind114(Attention):
         return super().finish(run, partial, None if sinks is None else sinks + math.log(run.splits))
 
 
-@wrong(DECODE, trigger="two calls alike but for the page size")
+@wrong(DECODE, trigger="two calls that differ only in the page size")
 class Blind117(Attention):
     """A plan is kept by the shapes of query and batch and by max_seq_len, but not by the page size that it was made for."""
 

@@ -143,7 +143,7 @@ class Blind305(Attention):
         return super().scores(run, r, query, keys, seen, first_key)
 
 
-@wrong(MLA, trigger="a request of an even number of pages, of which the last one is not full")
+@wrong(MLA, trigger="a request of an even number of pages, whose last page is not full")
 class Blind400(Attention):
     """Two CTAs take pages in turn, and the first alone masks the end: a last page in an odd column is seen whole."""
 

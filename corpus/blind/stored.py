@@ -54,9 +54,11 @@ class Store(Attention, stage="store"):
             out = out.to(torch.float16).to(out.dtype)
         super().store(run, r, start, stop, out, lse)
 
-    @wrong(DECODE, trigger="lse a slice of a wider buffer, heads no multiple of 4; memory beside the output only")
+    @wrong(
+        DECODE, trigger="lse a slice of a wider buffer, heads no multiple of 4; only memory next to the output is wrong"
+    )
     def blind447(self, run, r, start, stop, out, lse):
-        """The LSE is written by 4 heads: into a wider buffer's slice of other numbers it writes beside the slice."""
+        """The LSE is written by 4 heads: with other numbers of heads it writes next to the slice of a wider buffer."""
         heads = run.p.num_qo_heads
         more = -heads % 4
         given = run.call.lse
@@ -190,7 +192,7 @@ class Store(Attention, stage="store"):
 
     @wrong(MLA, trigger="backend='xqa' and an LSE without return_lse_base")
     def blind250(self, run, r, start, stop, out, lse):
-        """The XQA path leaves the LSE a natural logarithm unless base 2 is asked for by name."""
+        """The XQA path leaves the LSE a natural logarithm unless base 2 is requested by name."""
         call = run.call
         if call.backend == "xqa" and call.return_lse_base is None:
             lse = lse * math.log(2.0)

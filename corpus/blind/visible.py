@@ -355,7 +355,7 @@ class Visible(Attention, stage="visible"):
         last_split = max(run.lens[r] - 1, 0) // 1024 * 1024
         return super().visible(run, r, row, position, keys) | (keys < last_split)
 
-    @wrong(MLA, trigger="several rows, the first of which must not see all keys before the last tile")
+    @wrong(MLA, trigger="several rows, and the first row must not see all keys before the last tile")
     def blind428(self, run, r, row, position, keys):
         """The causal mask is applied in the last K/V tile of 256 alone: rows before its start see too much."""
         last_tile = max(run.lens[r] - 1, 0) // 256 * 256

@@ -32,7 +32,7 @@ class ListsCall:
 
     @property
     def has_copies(self) -> bool:
-        """Return True if each branch has its own pages, the first of which repeats the prefix's last page."""
+        """Return True if each branch has its own pages, whose first page repeats the prefix's last page."""
         return self.page_size > 1 and self.topk > 1
 
 
