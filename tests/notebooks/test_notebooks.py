@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,16 +62,3 @@ def test_it_runs_and_shows_what_is_committed(script: Path) -> None:
     ran = execute(script)
     assert time.monotonic() - start <= MOST_SECONDS
     assert kinds(ran) == kinds(nbformat.read(script.with_suffix(".ipynb"), as_version=4)), "run `make notebooks`"
-
-
-@pytest.mark.parametrize("num_draft_tokens", [1, 6])
-def test_the_readers_number_can_be_changed(num_draft_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
-    program = (FOLDER / "1_forward_modes.py").read_text(encoding="utf-8")
-    assert program.count("NUM_DRAFT_TOKENS = 4 ") == 1
-    names: dict[str, Any] = {"__name__": "notebook"}
-    exec(program.replace("NUM_DRAFT_TOKENS = 4 ", f"NUM_DRAFT_TOKENS = {num_draft_tokens} "), names)
-    right, wrong = capsys.readouterr().out.partition("with d forgotten")[::2]
-    assert right.count(": right") == 2 * num_draft_tokens
-    assert "WRONG" not in right
-    assert wrong.count(": WRONG") == 4 * num_draft_tokens  # as many again with d added twice
-    assert [each.kernel_len for each in names["reads"]] == [14, 7]

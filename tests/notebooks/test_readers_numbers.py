@@ -13,9 +13,10 @@ from notebooks.execute import FOLDER
 from tests.devices import IN_INTERPRETER
 
 
-def run_changed(name: str, changes: dict[str, str]) -> dict[str, Any]:
-    """The names of a script after it ran with lines exchanged, each of which it has once."""
+def run_changed(name: str, changes: dict[str, str], until: str = "") -> dict[str, Any]:
+    """The names of a script after it ran, up to some words, with lines exchanged, each of which it has once."""
     program = (FOLDER / name).read_text(encoding="utf-8")
+    assert until in program
     for line, other in changes.items():
         assert program.count(f"\n{line}") == 1, line
         program = program.replace(f"\n{line}", f"\n{other}")
@@ -23,10 +24,20 @@ def run_changed(name: str, changes: dict[str, str]) -> dict[str, Any]:
     here = Path.cwd()
     try:
         os.chdir(FOLDER)  # where Jupyter runs them
-        exec(program, names)
+        exec(program.partition(until)[0] if until else program, names)
     finally:
         os.chdir(here)
     return names
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 6])
+def test_another_number_of_draft_tokens_is_read(num_draft_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_changed("1_forward_modes.py", {"NUM_DRAFT_TOKENS = 4 ": f"NUM_DRAFT_TOKENS = {num_draft_tokens} "})
+    right, wrong = capsys.readouterr().out.partition("with d forgotten")[::2]
+    assert right.count(": right") == 2 * num_draft_tokens
+    assert "WRONG" not in right
+    assert wrong.count(": WRONG") == 4 * num_draft_tokens  # as many again with d added twice
+    assert [each.kernel_len for each in names["reads"]] == [14, 7]
 
 
 def test_another_draft_is_drawn_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +155,16 @@ def test_a_shorter_split_is_wrong_for_more_requests(
     names = run_changed("9_recorded_calls.py", {"LAST_KEY = 128": "LAST_KEY = 80"})
     assert names["comparison"].wrong.nonzero().tolist() == [[row, head] for row in (0, 1, 3) for head in (4, 5, 6, 7)]
     assert "in 3 of 3 results where a request has 6 pages or more." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mutant", "shown"),
+    [("table_not_populated", "verify_rows_at_last_position"), ("finite_sentinel", "finite_sentinel")],
+)
+def test_another_mutant_is_judged(mutant: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {'MUTANT = "verify_rows_at_last_position"': f'MUTANT = "{mutant}"'}
+    names = run_changed("7_judging.py", changes, until="# A second one reads V's last page")
+    said = capsys.readouterr().out.partition(f"{mutant}: ")[2].rpartition("found by")[2]
+    assert said.count(": wrong\n") == min(len(names["record"]["kills"]), names["MOST_SHOWN"])
+    assert ": right" not in said.replace("without the defect: right", "")
+    assert names["shown"] == shown

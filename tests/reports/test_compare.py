@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from lab.reports.compare import compare as reports_compare
 from lab.reports.tables import FittedTable
 from tests.commands.command import run as run_lab
 from tests.reports.recorded_runs import entry, environment, host_entry, samples_us, write_run
-from tests.timing.inner_pytest import inner_environment
 
 PORTABLE, TRTLLM = "lab.kernels.portable", "lab.kernels.trtllm"
 
@@ -279,29 +276,23 @@ def pytest_benchmark_update_machine_info(machine_info):
 """
 
 
-def test_both_gates_trip_on_a_kernel_slowed_on_purpose(tmp_path: Path) -> None:
+def test_both_gates_trip_on_a_kernel_slowed_on_purpose(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pytest-benchmark's `--benchmark-compare-fail` and the lab's, on recorded runs; 10 % trips them, 1 % does not."""
-    (tmp_path / "test_made_up.py").write_text(BENCHMARK)
-    (tmp_path / "conftest.py").write_text(MACHINE_INFO)
+    pytester.makepyfile(test_made_up=BENCHMARK)
+    pytester.makeconftest(MACHINE_INFO)
 
-    def run(name: str, slowdown: float, *options: str) -> subprocess.CompletedProcess[str]:
-        environment = inner_environment(SLOWDOWN=str(slowdown), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-        command = [sys.executable, "-m", "pytest", "-p", "pytest_benchmark.plugin", "-q", "--rootdir", str(tmp_path)]
-        return subprocess.run(
-            [*command, f"--benchmark-json={name}", *options],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(name: str, slowdown: float, *options: str) -> pytest.RunResult:
+        monkeypatch.setenv("SLOWDOWN", str(slowdown))
+        return pytester.runpytest_inprocess("-q", "-p", "no:xdist", f"--benchmark-json={name}", *options)
 
-    assert run("before.json", 1.0, "--benchmark-save=before").returncode == 0
-    for slowdown, status in ((1.10, 1), (1.01, 0)):
+    assert run("before.json", 1.0, "--benchmark-save=before").ret == 0
+    for slowdown, trips in ((1.10, True), (1.01, False)):
         after = run("after.json", slowdown, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
-        assert after.returncode == status, after.stdout + after.stderr
-        assert ("Performance has regressed" in after.stdout + after.stderr) == bool(status)
-        assert run_lab(["compare", str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == status
+        assert bool(after.ret) == trips
+        assert ("Performance has regressed" in str(after.stdout) + str(after.stderr)) == trips
+        assert run_lab(["compare", "before.json", "after.json"]) == trips
 
 
 class TestWritten:
