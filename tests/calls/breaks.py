@@ -120,12 +120,7 @@ def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
         (value(**{sinks: torch.zeros(2, 2)}), ValueError, "sinks must have shape [4]", "[2, 2]"),
         (value(**{sinks: 1.0}), TypeError, "sinks must be a torch.Tensor", "float"),
         (value(**{sinks: torch.tensor([0, math.nan, 0, 0])}), ValueError, f"{sinks}[1] is nan"),
-        (
-            value(**{sinks: torch.tensor([-math.inf, 0, math.inf, 0])}),
-            ValueError,
-            f"{sinks}[2] is inf",
-            "minus infinity",
-        ),
+        (value(**{sinks: torch.tensor([-math.inf, 0, math.inf, 0])}), ValueError, f"{sinks}[2] is inf", "minus inf"),
         (value(**{sinks: torch.zeros(4, device="meta")}), ValueError, "sinks is on meta", "cpu"),
         (value(out=[]), TypeError, "out must be a torch.Tensor", "list"),
         (tensor("out", to(torch.int32)), TypeError, "out must be", "bfloat16", "int32"),

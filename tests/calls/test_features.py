@@ -100,16 +100,6 @@ def test_a_call_with_selected_entries_asks_for_them(options: dict[str, Any], fea
     assert MLADecodeCall(**arguments).problem().features() - features_of_mla == features
 
 
-def test_what_a_problem_says_of_itself() -> None:
-    problem = posed(q_len=2)
-    assert (problem.batch_size, problem.num_rows, problem.num_qo_heads, problem.head_dim) == (2, 4, 4, 64)
-    assert (problem.v_head_dim, problem.kv_dtype, problem.max_q_len, problem.max_kv_len) == (64, torch.bfloat16, 2, 20)
-    assert problem.row_offsets() == posed("context", q_len=2).row_offsets() == [0, 2, 4]
-    assert not problem.has_no_rows
-    packed = posed(**nvfp4(4, "trtllm-gen"))
-    assert (packed.head_dim, packed.v_head_dim, packed.kv_dtype) == (64, 64, torch.uint8)
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_left", [0, 6, 7, 8])
 def test_a_ragged_call_asks_for_its_rows_and_window(is_causal: bool, window_left: int) -> None:
@@ -120,22 +110,3 @@ def test_a_ragged_call_asks_for_its_rows_and_window(is_causal: bool, window_left
     features = RaggedContextCall(**given | offsets).problem().features()
     of_rule = {Feature.NON_CAUSAL} if not is_causal else {Feature.WINDOW} if window_left < 7 else set()
     assert features - {Feature.OUT, Feature.V_SCALE} == of_rule | {Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS}
-
-
-@pytest.mark.parametrize("return_lse", [True, False])
-@pytest.mark.parametrize("given", [True, False])
-def test_results_are_the_given_tensors_or_new_ones_where_the_call_returns_them(given: bool, return_lse: bool) -> None:
-    tensors = {"out": torch.zeros(4, 4, 64, dtype=torch.bfloat16), "lse": torch.zeros(4, 4)} if given else {}
-    problem = posed(q_len=2, return_lse=return_lse, **tensors)
-    out, lse = problem.results()
-    assert (out.dtype, list(out.shape)) == (torch.bfloat16, [4, 4, 64])
-    if given:
-        assert out is problem.out
-        assert lse is problem.lse is tensors["lse"]
-    elif return_lse:
-        assert lse is not None
-        assert (lse.dtype, list(lse.shape)) == (torch.float32, [4, 4])
-    else:
-        assert lse is None
-    returned = problem.returned(out, lse)
-    assert returned == (out, lse) if return_lse else returned is out

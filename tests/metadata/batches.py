@@ -156,55 +156,32 @@ def label(case: Case) -> str:
     return f"{case.mode.name}-{kind}-bs{len(case.total_lens)}-pad{case.num_padding_rows}"
 
 
-def drawn_cases(modes: Sequence[ForwardMode] = MODES, virtual: bool | None = False) -> st.SearchStrategy[Case]:
+@st.composite
+def drawn_cases(draw: st.DrawFn, modes: Sequence[ForwardMode] = MODES, virtual: bool | None = False) -> Case:
     """Batches of any of the modes with lengths around page boundaries; slots are virtual, or as drawn if None."""
-    return st.builds(
-        _drawn_case,
-        mode=st.sampled_from(modes),
-        page_size=st.sampled_from(PAGE_SIZES),
-        sizes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 1, 7]), st.integers(1, 40)), max_size=5),
-        new=st.integers(0, 5),
-        whole=st.booleans(),
-        flags=st.tuples(*[st.booleans()] * 4, st.booleans() if virtual is None else st.just(virtual)),
-        evicted_pages=st.integers(0, 4),
-        padding=st.integers(0, 3),
-        seed=st.integers(0, 2**16),
-    )
-
-
-def _drawn_case(
-    mode: ForwardMode,
-    page_size: int,
-    sizes: list[tuple[int, int, int]],
-    new: int,
-    whole: bool,
-    flags: tuple[bool, bool, bool, bool, bool],
-    evicted_pages: int,
-    padding: int,
-    seed: int,
-) -> Case:
-    distinct, narrow, window, host, virtual = flags
+    mode, page_size = draw(st.sampled_from(modes)), draw(st.sampled_from(PAGE_SIZES))
+    sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 1, 7]), st.integers(1, 40)), max_size=5))
     ragged, extends = mode.query_rows.are_bounded, mode.query_rows.in_extend_seq_lens
+    new = draw(st.integers(0, 5))
     new = 0 if extends and not ragged else max(new, int(ragged or mode is ForwardMode.TARGET_VERIFY))
     totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
     most = [new] * len(sizes) if ragged else totals
     some = [1 + (wanted % n if ragged else min(n, wanted) - 1) for n, (_, _, wanted) in zip(most, sizes, strict=True)]
-    news = tuple(most if whole else some)
     return Case(
         mode,
         totals,
-        news if extends else (),
+        tuple(most if draw(st.booleans()) else some) if extends else (),
         new,
         page_size,
         max_context_len=4 * page_size + 9,
-        num_padding_rows=padding if extends or mode is ForwardMode.IDLE else 0,
-        distinct_requests=distinct,
-        index_dtype=torch.int32 if narrow else torch.int64,
-        sliding_window=window,
-        virtual_slots=virtual,
-        evict_before=evicted_pages * page_size,
-        host_seq_lens=host,
-        seed=seed,
+        num_padding_rows=draw(st.integers(0, 3)) if extends or mode is ForwardMode.IDLE else 0,
+        distinct_requests=draw(st.booleans()),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        sliding_window=draw(st.booleans()),
+        virtual_slots=draw(st.booleans()) if virtual is None else virtual,
+        evict_before=draw(st.integers(0, 4)) * page_size,
+        host_seq_lens=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
     )
 
 

@@ -1,15 +1,15 @@
 """Batches whose latent entries were written token by token, and attention over the histories that never saw a page."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import lab.references
-from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
-from lab.metadata.engine.forward_mode import UncountedTokens
+from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.backend import MLALayer, TRTLLMMLABackend
+from lab.workloads.requests import Requests
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]
@@ -82,26 +82,13 @@ class Engine:
         """
         step = mode.draft_step if isinstance(mode, GraphMode) else None
         forward_mode = mode.forward_mode if isinstance(mode, GraphMode) else mode
-        rows = self.admit(totals)
-        uncounted = 0 if step is None else step + 1
-        verifies = forward_mode.uncounted is UncountedTokens.QUERY_ROWS
-        extends = forward_mode.query_rows.in_extend_seq_lens
-        seq_lens = [total - (new if verifies else uncounted) for total, new in zip(totals, news, strict=True)]
-        slots = [self.pool.slots(row, total - new, total) for row, total, new in zip(rows, totals, news, strict=True)]
-        spec_info = None if step is None else SpecInfo(speculative_step_id=step)
-        if verifies:
-            spec_info = SpecInfo(num_draft_tokens=mode.num_tokens_per_req if isinstance(mode, GraphMode) else max(news))
-        batch = ForwardBatch(
-            forward_mode=forward_mode,
-            req_pool_indices=torch.tensor(rows),
-            seq_lens=torch.tensor(seq_lens),
-            out_cache_loc=torch.cat(slots),
-            num_tokens=sum(news) + num_padding_rows,
-            extend_seq_lens=torch.tensor(news) if extends else None,
-            extend_seq_lens_cpu=news if extends else None,
-            seq_lens_cpu=seq_lens if host_lengths else None,
-            spec_info=spec_info,
+        most = mode.num_tokens_per_req if isinstance(mode, GraphMode) else None
+        rows, uncounted = self.admit(totals), 0 if step is None else step + 1
+        prefixes = tuple(total - (uncounted or new) for total, new in zip(totals, news, strict=True))
+        batch = Requests(self.pool, tuple(rows), prefixes, tuple(news), step, most).batch(
+            forward_mode, num_padding_rows
         )
+        batch = replace(batch, seq_lens_cpu=batch.seq_lens.tolist() if host_lengths else None)
         query = self.draw(batch.num_tokens, HEADS, RANK + ROPE)
         expected, first = [], 0
         for row, total, new in zip(rows, totals, news, strict=True):

@@ -1,4 +1,4 @@
-"""The static inputs of graphs refuse a batch whose rows they cannot know."""
+"""Batches are padded to the size of a graph, whose static inputs refuse a batch of rows that they cannot know."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from lab.metadata.engine.cuda_graph import size_for
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
+from lab.metadata.engine.lengths import pad_requests
 
 WIDTH = 2
 SIZE = 4
@@ -35,6 +36,20 @@ def test_the_smallest_size_that_fits_is_replayed() -> None:
     assert [size_for(batch_size, [4, 1, 8]) for batch_size in (0, 1, 2, 4, 5, 8)] == [1, 1, 4, 4, 8, 8]
     with pytest.raises(ValueError, match=r"9 requests exceed every captured size \[1, 4, 8\]"):
         size_for(9, [4, 1, 8])
+
+
+def test_a_batch_is_padded_to_its_own_size_or_more() -> None:
+    slots = list(range(100, 106))
+    verify = ForwardBatch(
+        ForwardMode.TARGET_VERIFY, torch.tensor([1, 2]), torch.tensor([20, 20]), torch.tensor(slots), num_tokens=6
+    )
+    same, more = pad_requests(verify, 2), pad_requests(verify, 3)
+    assert (same.batch_size, same.num_tokens, same.out_cache_loc.tolist()) == (2, 6, slots)
+    assert (more.batch_size, more.num_tokens, more.out_cache_loc.tolist()) == (3, 9, [*slots, 0, 0, 0])
+    assert (more.req_pool_indices.tolist(), more.seq_lens.tolist()) == ([1, 2, 0], [20, 20, 1])
+    for unpadded, size in ((verify, 1), (accepted(2, 1), 3)):
+        with pytest.raises(ValueError, match=f"of 2 requests is not padded to {size}"):
+            pad_requests(unpadded, size)
 
 
 def test_a_draft_extend_takes_the_place_of_a_larger_one(inputs: StaticInputs) -> None:

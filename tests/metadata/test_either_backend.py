@@ -143,6 +143,7 @@ EVERY_CASE = pytest.mark.parametrize(
     [
         pytest.param(eager, case, id=f"{name}-{label(case)}-{index}")
         for name, eager in EAGER.items()
+        if name != "MLA"  # which is MLA with offset in all but the lengths of draft steps
         for index, case in enumerate(eager.cases())
     ],
 )

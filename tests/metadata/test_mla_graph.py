@@ -28,8 +28,9 @@ EXTEND_V1, EXTEND_V2 = GraphMode(ForwardMode.DRAFT_EXTEND, D), GraphMode(V2, D)
 MODES = [DECODE, GraphMode.draft_decode(0), GraphMode.draft_decode(2), VERIFY, RAGGED, EXTEND_V1, EXTEND_V2]
 # Every mode, and the draft steps with the offset besides: other modes ignore it.
 WITH_ATTENTION = [(mode, MLA) for mode in MODES] + [(mode, MLA_WITH_OFFSET) for mode in MODES[1:3]]
-# Each page size with one of the places where metadata is rebuilt.
+# Each mode with one page size and one of the places where metadata is rebuilt; attention over histories has the other size.
 PLACES = [(32, MetadataPlace.IN_GRAPH), (64, MetadataPlace.BEFORE_REPLAY)]
+IN_PLACES = [(*each, *PLACES[i % 2]) for i, each in enumerate(WITH_ATTENTION)]
 CONTEXT = 200
 DISCOVERY = Case(V1, (6, 92, 173, 37), (1, 2, 3, 4), page_size=32, max_context_len=CONTEXT, sliding_window=False)
 
@@ -146,10 +147,9 @@ def test_the_lengths_that_sglang_was_seen_to_make(layout: QueryLayout, seq_lens_
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("page_size", "place"), PLACES)
-@pytest.mark.parametrize(("mode", "attention"), WITH_ATTENTION, ids=name_of)
+@pytest.mark.parametrize(("mode", "attention", "page_size", "place"), IN_PLACES, ids=name_of)
 def test_a_replay_is_right_and_leaves_the_rest(
-    mode: GraphMode, page_size: int, place: MetadataPlace, attention: DraftAttention, device: str
+    mode: GraphMode, attention: DraftAttention, page_size: int, place: MetadataPlace, device: str
 ) -> None:
     """A long batch, shorter ones, fewer requests, and the first again; tails keep what the longest left."""
     pool = build(case_of(mode, (CONTEXT,) * 4, page_size), device)[1]
@@ -237,13 +237,13 @@ def news_of(mode: GraphMode, count: int, turn: int) -> list[int]:
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize(("mode", "attention"), WITH_ATTENTION, ids=name_of)
-def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention: DraftAttention) -> None:
+@pytest.mark.parametrize(("mode", "attention", "other_size", "_"), IN_PLACES, ids=name_of)
+def test_attention_over_the_histories(mode: GraphMode, attention: DraftAttention, other_size: int, _: object) -> None:
     """Batches come and go: requests are freed, pages reused, sizes padded; each is right whatever the last one left.
 
     The eager pass too, with and without lengths on the host; its padding rows are nobody's.
     """
+    page_size = 96 - other_size
     engine = Engine(page_size, seed=page_size)
     graphs = attending(engine, buffers_of(engine.pool, 4, [mode], attention)[mode])
     turns = ([150, 64, 35, 120], [33, 5, 96, 4], [149, 150], [32], [128, 7, 65], [64, 150, 33, 34])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab.kernels.trtllm import causal_mask
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
@@ -35,6 +35,7 @@ from lab.metadata.speculation.plan_stream import (
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
+from lab.workloads.requests import Requests
 from tests.cases import pack_mask, seen_keys
 from tests.devices import DEVICES, ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import (
@@ -81,16 +82,8 @@ class Scene:
 
     def batch(self, *seq_lens: int, first_request: int = 0, width: int = D) -> ForwardBatch:
         """Consecutive requests with these numbers of accepted tokens, and `width` draft tokens after them."""
-        rows, device = self.rows[first_request : first_request + len(seq_lens)], self.pool.device
-        slots = [self.pool.slots(row, n, n + width) for row, n in zip(rows, seq_lens, strict=True)]
-        return ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            req_pool_indices=torch.tensor(rows, device=device),
-            seq_lens=torch.tensor(seq_lens, device=device),
-            out_cache_loc=torch.cat(slots),
-            num_tokens=width * len(seq_lens),
-            spec_info=SpecInfo(num_draft_tokens=width),
-        )
+        rows = tuple(self.rows[first_request : first_request + len(seq_lens)])
+        return Requests(self.pool, rows, seq_lens, (width,) * len(seq_lens)).batch(ForwardMode.TARGET_VERIFY)
 
     def attend(self, planned: PlannedVerify) -> tuple[Tensor, Tensor]:
         """The reference's output and LSE of all rows, padded ones too."""
@@ -256,16 +249,8 @@ def batch_elsewhere(scene: Scene) -> ForwardBatch:
         (batch_elsewhere, None, "the batch is on meta but the pool on cpu"),
         (decode_batch, None, "ForwardMode.DECODE is not verified"),
         (lambda scene: scene.batch(20, 20, 20), None, r"3 requests exceed every captured size \[1, 2\]"),
-        (
-            lambda scene: scene.batch(20, width=3),
-            None,
-            "3 rows for 1 requests, but this backend verifies 4 rows of each",
-        ),
-        (
-            lambda scene: scene.batch(20),
-            "an event",
-            "inputs_final='an event', but nothing waits on a cpu: leave it out",
-        ),
+        (lambda scene: scene.batch(20, width=3), None, "3 rows for 1 requests, but this backend verifies 4 rows"),
+        (lambda scene: scene.batch(20), "an event", "='an event', but nothing waits on a cpu: leave it out"),
     ],
 )
 def test_what_cannot_be_planned_runs_nothing(batch: Callable[[Scene], ForwardBatch], event: Any, message: str) -> None:

@@ -73,15 +73,6 @@ def test_the_draft_stage_fills_the_buffer_itself_and_no_positions(form: VerifyMa
     assert buffers_of_draft(None) == [None, None]
 
 
-def test_cells_of_a_step_by_hand() -> None:
-    """Two requests of 3 and 4 tokens, 2 drafts: blocks of 2×5 and 2×6, or of 2×2 twice."""
-    assert verify_mask_cells(FULL, 2, 2, max_context_len=5, seq_lens_sum=7) == 22
-    assert verify_mask_cells(QLEN_ONLY, 2, 2, max_context_len=5, seq_lens_sum=7) == 8
-    assert verify_mask_cells(FULL, 2, 2, max_context_len=5, seq_lens_sum=0) == 8  # a sum of 0 is known, not None
-    for form in VerifyMaskForm:
-        assert allocate(form).nbytes == verify_mask_cells(form, 3, 2, max_context_len=5, seq_lens_sum=15)
-
-
 @each_form
 @given(lengths=st.lists(st.integers(0, 9), max_size=5), num_draft_tokens=st.integers(0, 4))
 @settings(deadline=None, derandomize=True)

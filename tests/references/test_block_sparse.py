@@ -62,20 +62,6 @@ def test_rows_by_hand() -> None:
     assert fewer == [set(), set(), {32}, {32, 33}, {32, 33, 34}, {32, 33, 34, 35}, set(range(32, 37))]
 
 
-def test_a_head_without_pages_sees_its_sink_alone() -> None:
-    batch, sinks = random_batch([1], [20]), torch.tensor([0.5, -1.0, 2.0, 1.0])
-    out, lse = decode(**block_sparse_arguments(batch, [[[0, 1]], [[]]], sinks=sinks))
-    assert not bool(out[:, 2:].any())
-    assert torch.allclose(lse[:, 2:], sinks[2:] / math.log(2.0))
-
-
-def test_every_page_for_every_head_is_the_plain_call() -> None:
-    batch = random_batch([2] * 3, KV_LENS)
-    every = [[list(range(-(-length // P))) for length in KV_LENS]] * 2
-    plain = decode(**decode_arguments(batch))
-    assert_same(decode(**block_sparse_arguments(batch, every)), tuple(side.double() for side in plain))
-
-
 def test_a_given_output_and_a_strided_lse_are_filled() -> None:
     batch = random_batch([2] * 3, KV_LENS)
     out, lse = torch.empty(6, 4, 16, dtype=torch.float64), torch.empty(6, 8)[:, ::2]

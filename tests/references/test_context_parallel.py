@@ -151,12 +151,17 @@ def test_padding_rows_are_no_rows_of_a_request() -> None:
 
 ENDS = torch.tensor(LENS, dtype=torch.int32)
 RANK_KEYS = {"causal_seqlens_kv_global": ENDS}
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+NO_INTS: list[tuple[dict[str, Any], type[Exception], str]] = [  # though they equal a default
+    ({"cp_world": True}, TypeError, "cp_world must be an int, got True"),
+    ({"cp_world": 1.0}, TypeError, "cp_world must be an int, got 1.0"),
+    ({"cp_rank": False}, TypeError, "cp_rank must be an int, got False"),
+]
+BAD = [
+    *NO_INTS,
     ({"cp_world": 2}, ValueError, "cp_world=2 and cp_rank=0 need causal_seqlens_kv_global"),
     ({"cp_rank": 1}, ValueError, "cp_rank=1 need causal_seqlens_kv_global"),
     (RANK_KEYS | {"cp_world": 0}, ValueError, "cp_world must be at least 1, got 0"),
     (RANK_KEYS | {"cp_world": 2, "cp_rank": 2}, ValueError, "cp_rank=2 must be below cp_world=2"),
-    (RANK_KEYS | {"cp_world": True}, TypeError, "cp_world must be an int"),
     ({"causal_seqlens_kv_global": ENDS.long()}, TypeError, "causal_seqlens_kv_global must be int32"),
     ({"causal_seqlens_kv_global": ENDS[:2]}, ValueError, r"causal_seqlens_kv_global must have shape \[3\]"),
     (RANK_KEYS | {"return_lse": False}, ValueError, "without an LSE.*return_lse=True"),
@@ -166,7 +171,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (RANK_KEYS | {"bmm2_scale": torch.ones(1)}, ValueError, "bmm2_scale is a tensor"),
     (RANK_KEYS | {"enable_pdl": True}, ValueError, "enable_pdl is True"),
 ]
-BAD_MLA: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD_MLA = [
+    *NO_INTS,
     ({"enable_dcp": False}, ValueError, "need causal_seqlens_kv_global, and in an MLA decode enable_dcp=True"),
     ({"enable_dcp": 1}, TypeError, "enable_dcp must be True or False"),
     ({"causal_seqlens_kv_global": None}, TypeError, "causal_seqlens_kv_global must be a torch.Tensor"),
@@ -186,21 +192,6 @@ def test_wrong_arguments_are_refused(is_mla: bool, changes: dict[str, Any], erro
     good = latent(1, 2, 1) | latent_rank(2, 1) if is_mla else decode(1)
     with pytest.raises(error, match=words):
         function(**good | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"cp_world": True}, "cp_world must be an int, got True"),
-        ({"cp_world": 1.0}, "cp_world must be an int, got 1.0"),
-        ({"cp_rank": False}, "cp_rank must be an int, got False"),
-    ],
-)
-def test_what_equals_a_default_and_is_no_int_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        trtllm_batch_decode_with_kv_cache(**decode(1) | changes)
-    with pytest.raises(TypeError, match=words):
-        trtllm_batch_decode_with_kv_cache_mla(**latent(1) | changes)
 
 
 def test_a_wrong_row_is_named_with_its_request() -> None:

@@ -276,12 +276,7 @@ BAD: list[Bad] = [
     (together(tensor("swa_kv_cache", lambda c: c[:, 0]), value(kv_layout="NHD")), ValueError, "kv_layout='NHD'"),
     (tensor("swa_kv_cache", lambda c: c[0, 0]), ValueError, "swa_kv_cache must be [num_pages, 1"),
     (tensor("swa_kv_cache", lambda c: c[:, :, ::2]), ValueError, "next to each other", "offsets=False"),
-    (
-        tensor("swa_kv_cache", lambda c: torch.stack((c[:1], c[:1]), 1)[:, 0]),
-        ValueError,
-        "next to each other",
-        "offsets=False",
-    ),
+    (tensor("swa_kv_cache", lambda c: torch.stack((c[:1], c[:1]), 1)[:, 0]), ValueError, "next to", "offsets=False"),
     (tensor("sparse_indices", to(torch.int64)), TypeError, "sparse_indices must be int32", "int64"),
     (tensor("sparse_indices", lambda t: t[:, :124]), ValueError, "multiple of 4", "128", "[4, 124]"),
     (tensor("sparse_indices", lambda t: t[:, :130]), ValueError, "multiple of 4", "[4, 130]"),

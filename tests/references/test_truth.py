@@ -33,43 +33,6 @@ def outs(told: Truth) -> list[float]:
     return told.expected.flatten().tolist()
 
 
-def test_two_keys_weigh_as_their_logits_say() -> None:
-    """Weights 1 and 3 over values 8 and 0: 8 / 4, and a denominator of 4 = 2**2."""
-    told = truth([[0.0, math.log(3.0)]], [[8.0, 0.0]])
-    assert outs(told) == pytest.approx([2.0], rel=1e-6)
-    assert told.lse_log2.item() == pytest.approx(2.0)
-
-
-def test_scales_multiply_logits_and_outputs() -> None:
-    """Logits ln 3 / 2 twice as large; outputs five times."""
-    told = truth([[0.0, math.log(3.0) / 2]], [[8.0, 0.0]], bmm1_scale=2.0, bmm2_scale=5.0)
-    assert outs(told) == pytest.approx([10.0], rel=1e-6)
-
-
-def test_a_sink_takes_weight_and_gives_no_value() -> None:
-    """Weights 1, 1 and a sink of 2: (4 + 8) / 4."""
-    told = truth([[0.0, 0.0]], [[4.0, 8.0]], sinks=torch.tensor([LN2]))
-    assert outs(told) == pytest.approx([3.0], rel=1e-6)
-    assert told.lse_log2.item() == pytest.approx(2.0)
-
-
-def test_each_row_of_a_request_sees_the_keys_up_to_its_own() -> None:
-    """Two rows, three keys of equal weight."""
-    told = truth([[0.0, 0.0, 0.0]], [[3.0, 9.0, 6.0]], [2])
-    assert outs(told) == pytest.approx([6.0, 6.0])
-    assert told.lse_log2.flatten().tolist() == pytest.approx([1.0, math.log2(3.0)])
-
-
-def test_without_the_causal_rule_every_row_sees_every_key() -> None:
-    assert outs(truth([[0.0, 0.0, 0.0]], [[3.0, 9.0, 0.0]], [2], causal=False)) == pytest.approx([4.0, 4.0])
-
-
-@pytest.mark.parametrize(("window_left", "expected"), [(0, [9.0, 3.0]), (1, [10.0, 6.0]), (-1, [10.0, 8.25])])
-def test_a_window_leaves_so_many_keys_beside_the_rows_own(window_left: int, expected: list[float]) -> None:
-    """The last two rows over four keys of equal weight: their means over 1, 2, and 3 or 4 keys."""
-    assert outs(truth([[0.0] * 4], [[10.0, 11.0, 9.0, 3.0]], [2], window_left=window_left)) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("elements", [2**26, 1])
 def test_a_mask_says_which_of_the_newest_keys_a_row_sees(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest key is before the draft and seen by all; row 0 sees the draft's second token, row 1 its first. Also if the

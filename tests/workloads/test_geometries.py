@@ -6,24 +6,6 @@ from lab.workloads import GEOMETRIES, geometry
 from lab.workloads.geometries import tiny
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "window_left", "scale"),
-    [
-        ("llama-3.1-8b", (32, 8, 128), -1, 128**-0.5),
-        ("llama-3.1-70b", (64, 8, 128), -1, 128**-0.5),
-        ("qwen3-32b", (64, 8, 128), -1, 128**-0.5),
-        ("gpt-oss-120b", (64, 8, 64), 127, 64**-0.5),
-        ("gemma-3-27b", (32, 16, 128), 1023, 168**-0.5),
-    ],
-)
-def test_geometries(name: str, heads: tuple[int, int, int], window_left: int, scale: float) -> None:
-    model = geometry(name)
-    assert (model.num_qo_heads, model.num_kv_heads, model.head_dim) == heads
-    assert model.window_left == window_left
-    assert model.softmax_scale == scale
-    assert model.has_sinks == (name == "gpt-oss-120b")
-
-
 def test_a_tensor_parallel_slice_divides_query_heads_and_replicates_kv_heads() -> None:
     assert geometry("llama-3.1-70b").tensor_parallel(8).group == 8
     sliced = geometry("llama-3.1-8b").tensor_parallel(16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.metadata import ForwardMode, KVLayout, KVPool
-from lab.workloads.requests import Requests, admit, forward_batch, new_pool, num_pages
+from lab.workloads.requests import Requests, admit, new_pool, num_pages
 
 P = 4
 PREFIX_LENS, Q_LENS = (3, 0, 9), (2, 2, 2)
@@ -28,19 +28,6 @@ def test_a_pool_has_just_the_pages_that_are_asked_for() -> None:
     assert (pool.num_requests, pool.num_pages, pool.swa_num_pages) == (4, 5, None)
     pool = pool_of(5, 4, 0, 1, spare_pages=3, swa_spare_pages=0)
     assert (pool.num_pages, pool.swa_num_pages) == (8, 5)
-
-
-def test_slots_are_those_of_the_newest_tokens() -> None:
-    requests = admit(pool_of(5, 2, 11), PREFIX_LENS, Q_LENS)
-    assert requests.kv_lens == (5, 2, 11)
-    expected = [(0, 3), (0, 4), (1, 0), (1, 1), (2, 9), (2, 10)]
-    assert positions_of(requests.pool, requests.rows, requests.slots()) == expected
-
-
-def test_a_draft_steps_row_is_the_last_of_the_tokens_after_its_prefix() -> None:
-    requests = admit(pool_of(6, 3, 12), PREFIX_LENS, (1, 1, 1), draft_step=2)
-    assert (requests.kv_lens, requests.first_rows) == ((6, 3, 12), (5, 2, 11))
-    assert positions_of(requests.pool, requests.rows, requests.slots()) == [(0, 5), (1, 2), (2, 11)]
 
 
 # Mode, rows of each request, draft step: tokens that the lengths count, and the fields of the SpecInfo.
@@ -79,16 +66,6 @@ def test_a_batch_counts_and_names_what_an_engine_does_in_its_mode(name: str) -> 
         assert batch.spec_info.num_accept_tokens is batch.extend_seq_lens
 
 
-def test_lengths_on_the_device_make_the_same_batch() -> None:
-    requests = admit(pool_of(20, 20, 20), PREFIX_LENS, Q_LENS)
-    rows, lens = torch.tensor(requests.rows), torch.tensor(PREFIX_LENS)
-    one = forward_batch(ForwardMode.TARGET_VERIFY, rows, lens, Q_LENS, requests.slots())
-    assert one.seq_lens is lens
-    other = requests.batch(ForwardMode.TARGET_VERIFY)
-    for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
-        assert torch.equal(getattr(one, name), getattr(other, name))
-
-
 def test_a_history_is_written_token_by_token_from_a_position_on() -> None:
     requests = admit(pool_of(7, 6), (5, 4), (2, 2))
     cache = requests.pool.new_cache(1, 2, torch.float32, KVLayout.NHD)
@@ -99,15 +76,6 @@ def test_a_history_is_written_token_by_token_from_a_position_on() -> None:
         assert of_slot[requests.pool.slots(requests.rows[0], 0, 7)].tolist() == [70.0 + i for i in range(7)]
         assert of_slot[requests.pool.slots(requests.rows[1], 0, 6)].tolist() == [0.0, 0.0, 0.0, 63.0, 64.0, 65.0]
         assert int((of_slot != 0).sum()) == 7 + 3
-
-
-def test_latent_entries_are_written_too() -> None:
-    requests = admit(pool_of(7), (5,), (2,))
-    cache = requests.pool.new_latent_cache(3, torch.float32)
-    requests.write(cache, [(torch.arange(21.0).view(7, 3),)])
-    assert cache.storage.flatten(0, 1)[requests.pool.slots(requests.rows[0], 0, 7)].flatten().tolist() == list(
-        range(21)
-    )
 
 
 def test_a_windows_pages_before_the_first_row_are_given_back_and_the_rest_written() -> None:

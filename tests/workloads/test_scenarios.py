@@ -87,14 +87,8 @@ def test_a_timed_pass_may_be_of_latent_attention(name: str, case: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (
-            "decode/deepseek-v3/2q1s9/tp3",
-            "scenario 'decode/deepseek-v3/2q1s9/tp3': deepseek-v3 has 128 query heads; they do",
-        ),
-        (
-            "decode/deepseek-v3/2q1s9/window",
-            "no option of deepseek-v3 is called 'window'; there are e4m3, e4m3_query, topk<N>, page<N>",
-        ),
+        ("decode/deepseek-v3/2q1s9/tp3", "2q1s9/tp3': deepseek-v3 has 128 query heads; they do"),
+        ("decode/deepseek-v3/2q1s9/window", "'window'; there are e4m3, e4m3_query, topk<N>, page<N>"),
         ("extend/kimi-k2/q9", "computes no attention on the MLA decode kernel"),
         ("decode/kimi-k2/2q1s9/ratio4", "no option of kimi-k2 is called 'ratio4'"),
         ("decode/deepseek-v4-pro/2q1s9/ratio2", "those with 1, 2 and 4 have an indexer"),
@@ -182,10 +176,7 @@ def test_without_a_trace_the_own_one_is_drawn_from() -> None:
         ("decode/tiny/q1s1k/page16x", "no option is called 'page16x'"),
         ("decode/tiny/q1s1k/page48", "page_size=48 must be a power of two"),
         ("decode/tiny/q1s1k/page16/hnd/page32", "option 'page32' sets page_size, and so does one before it"),
-        (
-            "draft_extend/tiny/q1s1k/on_decode/on_context",
-            "option 'on_context' sets draft_extend, and so does one before",
-        ),
+        ("draft_extend/tiny/q1s1k/on_decode/on_context", "'on_context' sets draft_extend, and so does one before"),
         ("decode/tiny/q1s1k/on_context", "draft_extend=.* would be ignored in ForwardMode.DECODE"),
         ("decode/tiny/q1s1k/split_tail", "split_mixed_tail=True would be ignored"),
         ("decode/llama-3.1-8b/q1s1k/window", r"llama-3\.1-8b has no sliding-window layers"),

@@ -42,17 +42,6 @@ def pages_of(inputs: AttentionInputs, request: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_pages_that_the_table_names_hold_the_history_token_by_token(case: AttentionCase) -> None:
-    inputs = build(case)
-    for request, kv_len in enumerate(case.kv_lens):
-        for position in range(kv_len):
-            page = int(inputs.block_tables[request, position // case.page_size])
-            for pages, history in zip((inputs.k_pages, inputs.v_pages), inputs.histories[request], strict=True):
-                cell = tokens_first(pages, case)[page, position % case.page_size]
-                assert torch.equal(cell[:, : history.shape[-1]], history[position].float())
-
-
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dead", Dead)
 def test_every_other_cell_is_poisoned(case: AttentionCase, dead: Dead) -> None:
     inputs = build(case, dead=dead)
@@ -73,12 +62,10 @@ def test_every_other_cell_is_poisoned(case: AttentionCase, dead: Dead) -> None:
             assert bool(cells.isfinite().all())
 
 
-def test_no_page_belongs_to_two_requests_and_pages_are_shuffled() -> None:
-    inputs = build(CASE)
-    ids = [page for request in range(4) for page in pages_of(inputs, request)]
-    assert len(set(ids)) == len(ids) == 3 + 0 + 1 + 7
-    assert ids != sorted(ids)
-    assert pages_of(build(CASE, page_seed=1), 3) != pages_of(inputs, 3)
+def test_pages_are_shuffled_by_the_seed() -> None:
+    pages = pages_of(build(CASE), 3)
+    assert pages != sorted(pages)
+    assert pages != pages_of(build(CASE, page_seed=1), 3)
 
 
 def test_dead_columns_of_the_table_hold_what_was_asked_for() -> None:
@@ -113,25 +100,17 @@ def test_storage_changes_no_history(case: AttentionCase) -> None:
 
 @pytest.mark.parametrize("case", [CASE, replace(CASE, kv_dtype=E4M3, storage=Storage(kv_layout="NHD"))])
 @pytest.mark.parametrize("head_pages", HeadPages)
-def test_a_head_finds_the_keys_that_it_sees_and_its_other_cells_are_poisoned(
-    case: AttentionCase, head_pages: HeadPages
-) -> None:
+def test_the_cells_that_a_head_does_not_see_are_poisoned(case: AttentionCase, head_pages: HeadPages) -> None:
     inputs = build(replace(case, head_pages=head_pages), dead=Dead.NAN, table_tail=TableTail.FAR)
     assert inputs.seen is not None
     for head in range(case.num_kv_heads):
-        count = 0
         for request, seen in enumerate(inputs.seen):
             positions = seen[:, head].nonzero().flatten().tolist()
             assert int(inputs.seq_lens[head, request]) == len(positions)
             assert {position // 16 for position in positions} == {*inputs.case.selected_pages(request, head)}
-            pages = inputs.block_tables[head, request, : -(-len(positions) // 16)].tolist()
-            assert bool((inputs.block_tables[head, request, len(pages) :] == 2**30).all())
-            for place, position in enumerate(positions):
-                cell = tokens_first(inputs.k_pages, case)[pages[place // 16], place % 16, head]
-                assert torch.equal(cell, inputs.histories[request][0][position, head].float())
-            count += len(positions)
+            assert bool((inputs.block_tables[head, request, -(-len(positions) // 16) :] == 2**30).all())
         cells = tokens_first(inputs.v_pages, case)[:, :, head]
-        assert int(cells.isfinite().all(dim=-1).sum()) == count
+        assert int(cells.isfinite().all(dim=-1).sum()) == int(inputs.seq_lens[head].sum())
 
 
 def test_heads_select_what_the_case_names() -> None:
