@@ -203,7 +203,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError of the `with` block and, unless `needed`, an Unsupported. `what` names the call."""
+        """Record a KernelError that the `with` block raises and, unless `needed`, an Unsupported. `what` names the call."""
         try:
             yield
         except Unsupported as refusal:

@@ -103,8 +103,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return the model without the values that no case judged, and the pairs and triples of its values that no judged case has.
-    Return (None, []) if no value of a parameter was judged.
+    """Return the model with only the values that have a judged case, and the pairs and triples of these values that have none.
+    Return (None, []) if a parameter has no such value.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -56,7 +56,7 @@ def samples(
 
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
-    """Return a simpler point with defaults, smaller numbers and seed 0, as far as `stays_wrong` returns True for its case."""
+    """Simplify a random point while `stays_wrong` returns True for its case: try defaults, smaller numbers, then seed 0."""
     steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
     sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)

@@ -77,9 +77,7 @@ class _Requests(TextEnum):
 
 
 class Without(_Requests):
-    """Which requests of a batch have no query rows, if it is the value of the parameter "offsets". If it is the value of
-    "lengths": which requests have no keys.
-    """
+    """Which requests of a batch are empty. As a value of "offsets" they have no query rows, as a value of "lengths" no keys."""
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
@@ -104,7 +102,7 @@ def empty_requests(without: Any, requests: int) -> frozenset[int]:
 
 @functools.cache
 def is_outside(place: LongestRequest, without: Any, requests: int) -> bool:
-    """Return True if `without` leaves rows and keys to all longest requests, or to no request of the batch."""
+    # True if all longest requests have rows and keys, or if no request of the batch has.
     return without == Without.ALL or empty_requests(without, requests).isdisjoint(place.requests(requests))
 
 

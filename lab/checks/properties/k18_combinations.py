@@ -83,7 +83,7 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that combine each value that has only declined cases with every judged value."""
+    """Yield cases that combine each value of which all cases were declined with every value that has a judged case."""
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:  # an axis has no judged value
@@ -112,14 +112,16 @@ def _left_in_circumstances(
 
 
 def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases for all pairs and triples of judged values that have no judged case yet."""
+    """Yield cases with the pairs and triples of values that have no judged case yet, though each value alone has one."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         yield from _new_cases(scope, taken.covering(scope.ranges.seed, goals, chosen), verdicts)
 
 
 def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each pair and triple of judged values without a judged case, with defaults for all other axes."""
+    """Yield a case for each pair or triple of values that has no judged case, though each value alone has one. All other values
+    of the case are defaults.
+    """
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         left = set(goals)  # a triple gets no case if one of its pairs gets one
@@ -139,7 +141,7 @@ def _usual_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Con
 
 
 def _left_values(chosen: int, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases for all values that have no judged case yet, with at most `chosen` values that are not defaults."""
+    """Yield cases with the values that have no judged case yet. At most `chosen` values of a case are not defaults."""
     model = _model(scope)
     judged, _ = tuples_by_outcome(model, verdicts)
     sizes = _usual_model(scope).axes if scope.interface in PAGED_CALLS and (E4M3_QUERIES,) in judged else {}

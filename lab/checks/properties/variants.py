@@ -51,7 +51,7 @@ def part(
         requests: indexes of requests of the base call, which may repeat.
         rows: the range of query rows of each request; None for all rows. A request keeps the keys up to its last row.
 
-    If repeated requests give more rows than the base call has, `Variant.rows` is -1 for the further rows.
+    If requests are repeated, so that the call has more rows than the base call, `Variant.rows` is -1 for the additional rows.
     """
     count, starts = len(inputs.query), [0, *accumulate(inputs.q_lens)]
     kept = rows or [range(inputs.q_lens[request]) for request in requests]

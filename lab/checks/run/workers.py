@@ -238,8 +238,6 @@ def _ending(exitcode: int | None) -> str:
 
 def _context() -> multiprocessing.context.BaseContext:
     # Its processes start fast: as forks of a process that has imported torch and not initialised CUDA.
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     # The processes that are started here must ignore Ctrl-C: they end after this process.
