@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from corpus.models.attention import E4M3, Attention, assuming_strides
+from corpus.models.attention import E4M3, Attention
 from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
@@ -173,17 +173,6 @@ class Solve(Attention, stage="solve"):
         written = torch.zeros(run.lse.numel(), dtype=run.lse.dtype)
         written[at[inside]] = run.lse.flatten()[inside]
         run.lse.copy_(written.view(rows, heads))
-
-    @wrong(RAGGED, trigger="lse whose heads do not lie side by side (a transposed one, every second element)")
-    def blind342(self, run):
-        """Of a given lse the rows' stride is taken, but its heads to lie side by side: a transposed one is scrambled."""
-        lse = run.lse
-        super().solve(run)
-        if run.p.lse is None or lse.shape[1] == 1 or lse.stride(1) == 1:
-            return
-        values = lse.clone(memory_format=torch.contiguous_format)
-        lse.zero_()
-        assuming_strides(lse, (lse.stride(0), 1)).copy_(values)
 
     @wrong(
         RAGGED, trigger="lse as a part of a larger buffer, heads no multiple of 4: the memory next to it has changed"

@@ -7,7 +7,7 @@ import torch
 
 from corpus.models.metadata import MHABuilder
 from corpus.wrong import wrong
-from lab.metadata import ForwardMode, QueryRows, UncountedTokens, build_mha_metadata
+from lab.metadata import ForwardMode, UncountedTokens, build_mha_metadata
 from lab.metadata.engine.lengths import exclusive_cumsum, first_slots, num_pages, uncounted_tokens, uniform_boundaries
 
 
@@ -232,7 +232,7 @@ class Built(MHABuilder, stage="changed"):
         window = metadata.swa_page_table
         return self.paged(metadata, overrun(metadata.page_table), None if window is None else overrun(window))
 
-    @wrong(trigger="a row twice in req_pool_indices, with lengths of different numbers of pages")
+    @wrong(trigger="a row twice in req_pool_indices, with lengths of different numbers of pages", also=("blind530",))
     def blind315(self, metadata, batch, pool):
         """Pages are kept by request: of one that occurs twice in a batch both table rows are the last one's."""
         rows = batch.req_pool_indices.tolist()
@@ -286,7 +286,7 @@ class Built(MHABuilder, stage="changed"):
             batch.seq_lens.copy_(metadata.cache_seqlens_int32)
         return metadata
 
-    @wrong(trigger="DRAFT_EXTEND with num_accept_tokens that are not extend_seq_lens")
+    @wrong(trigger="DRAFT_EXTEND with num_accept_tokens that are not extend_seq_lens", also=("blind558",))
     def blind378(self, metadata, batch, pool):
         """An eager draft extend takes its rows in cu_seqlens_q from num_accept_tokens where given, as a replay does."""
         accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
@@ -322,27 +322,6 @@ class Built(MHABuilder, stage="changed"):
     def blind528(self, metadata, batch, pool):
         """With seq_lens_cpu page tables end at its longest length: drafted tokens in a new page have none."""
         return self.cut(metadata, -(-max(batch.seq_lens_cpu) // pool.page_size)) if batch.seq_lens_cpu else metadata
-
-    @wrong(trigger="a request twice in a batch with different numbers of pages (the later shorter: pages lost)")
-    def blind530(self, metadata, batch, pool):
-        """Pages are counted by the request's row of the pool: of a request twice in a batch both get the later's."""
-        by_row = torch.zeros(pool.req_to_token.shape[0], dtype=torch.int32)
-        for row, keys in zip(batch.req_pool_indices.tolist(), metadata.cache_seqlens_int32.tolist()):
-            by_row[row] = keys
-        slots = first_slots(batch.req_pool_indices, by_row[batch.req_pool_indices.long()], pool)
-        window = metadata.swa_page_table
-        if window is not None:
-            window = (pool.swa_slots(slots) // pool.page_size).to(torch.int32)
-        return self.paged(metadata, pool.pages(slots), window)
-
-    @wrong(trigger="DRAFT_EXTEND with SpecInfo.num_accept_tokens unlike extend_seq_lens")
-    def blind558(self, metadata, batch, pool):
-        """The rows of an eager first draft extend come from SpecInfo.num_accept_tokens where given, as in graph replay."""
-        spec = batch.spec_info
-        if batch.forward_mode.query_rows is not QueryRows.ACCEPTED or spec is None or spec.num_accept_tokens is None:
-            return metadata
-        ends = spec.num_accept_tokens[: batch.batch_size].cumsum(0).to(torch.int32)
-        return replace(metadata, cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)))
 
 
 class Batches(MHABuilder, stage="build_mha_metadata"):

@@ -142,7 +142,11 @@ class PagesOf(Attention, stage="pages_of"):
         at = table.storage_offset() + r * table.stride(0) + table.shape[1] + columns
         return cells[at.clamp(max=len(cells) - 1)].long().clamp(0, run.k_cache.shape[0] - 1)
 
-    @wrong(CONTEXT, trigger="first and last of three or more requests share leading whole pages, one between does not")
+    @wrong(
+        CONTEXT,
+        trigger="first and last of three or more requests share leading whole pages, one between does not",
+        also=("blind484",),
+    )
     def blind456(self, run, r, columns, side):
         """A shared prefix is found from the pages of the first and the last request; all between are taken to share it."""
         shared = 0
@@ -275,16 +279,6 @@ class MlaChanged(Attention, changes="mla"):
 
 
 class Mla(Attention, stage="mla"):
-    @wrong(MLA, trigger="lse given with return_lse_base='basee'; only the given lse is wrong")
-    def blind87(self, call):
-        """The LSE is turned to base e in a new tensor, which is returned: a given lse keeps base 2."""
-        out, lse = self.solved(call, call.problem())
-        if lse is None or call.return_lse_base != "basee":
-            return call.returned(out, lse)
-        in_base_e = lse * math.log(2.0)
-        result, returned = call.returned(out, in_base_e)
-        return result, in_base_e if call.lse is None else in_base_e.view(returned.shape)
-
     @wrong(MLA, trigger="`return_lse_base='basee'` and more rows than requests. LSE only")
     def blind427(self, call):
         """Return_lse_base='basee': the pass that multiplies by ln 2 covers batch_size rows, not all query rows."""
@@ -294,7 +288,7 @@ class Mla(Attention, stage="mla"):
             lse[: problem.batch_size] *= math.log(2.0)
         return call.returned(out, lse)
 
-    @wrong(MLA, trigger="return_lse_base='basee' with a given lse")
+    @wrong(MLA, trigger="return_lse_base='basee' with a given lse", also=("blind87",))
     def blind489(self, call):
         """The LSE is turned to base e in a new tensor: a given lse keeps base 2, and only the returned one is right."""
         if call.lse is None or call.return_lse_base != "basee":
@@ -302,20 +296,12 @@ class Mla(Attention, stage="mla"):
         out, lse = super().mla(replace(call, return_lse_base="base2"))
         return out, lse * math.log(2.0)
 
-    @wrong(MLA, trigger="lse given with return_lse_base='basee'")
+    @wrong(MLA, trigger="lse given with return_lse_base='basee'", also=("blind547", "blind579"))
     def blind517(self, call):
         """The LSE is turned to base e in a tensor of the kernel's own only: a given lse stays in base 2."""
         out, lse = self.solved(call, call.problem())
         if call.lse is None and lse is not None and call.return_lse_base == "basee":
             lse *= math.log(2.0)
-        return call.returned(out, lse)
-
-    @wrong(MLA, trigger="lse given, return_lse=True, return_lse_base='basee'", also=("blind579",))
-    def blind547(self, call):
-        """The LSE is turned to base e in a new tensor: a given lse, which the call returns, keeps base 2."""
-        out, lse = self.solved(call, call.problem())
-        if lse is not None and call.return_lse_base == "basee":
-            lse = lse * math.log(2.0)
         return call.returned(out, lse)
 
 
@@ -333,7 +319,7 @@ class Blind129(Attention):
         return (buffer, result[1]) if call.return_lse else buffer
 
 
-@wrong(RAGGED, trigger="lse given with return_lse=False; only the lse is wrong")
+@wrong(RAGGED, trigger="lse given with return_lse=False; only the lse is wrong", also=("blind585",))
 class Blind93(Attention):
     """A given lse is written only where return_lse is True."""
 

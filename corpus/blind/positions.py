@@ -271,13 +271,6 @@ class SinkRows(Attention, stage="sink_rows"):
             return super().sink_rows(run, r, position)
         return run.sinks[torch.arange(run.p.num_qo_heads) % run.group].expand(len(position), -1)
 
-    @wrong(MLA, trigger="more than 64 heads with sinks that differ")
-    def blind578(self, run, r, position):
-        """In tiles of 64 heads, each tile reads the sinks of the first."""
-        if run.sinks is None:
-            return None
-        return run.sinks[torch.arange(len(run.sinks)) % 64].expand(len(position), -1)
-
 
 @wrong(DECODE, trigger="a window that leaves a key out, and an LSE")
 class Blind358(Attention):

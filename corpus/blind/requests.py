@@ -111,22 +111,6 @@ class Request(Attention, stage="request"):
             cache[page, :, length % ps :] = 0
         super().request(run, r)
 
-    @wrong(MLA, trigger="max_q_len=None, and a second call on the same cum_seq_lens_q rewritten to a wider request")
-    def blind491(self, run, r):
-        """With max_q_len=None the most rows are read once per offsets buffer, and size later calls' grids too."""
-        offsets = run.call.cum_seq_lens_q
-        if offsets is None or run.call.max_q_len is not None:
-            return super().request(run, r)
-        most = self.memory.of(offsets, lambda: int(offsets.diff().max()))
-        first, last = run.offsets[r : r + 2]
-        if last - first <= most:
-            return super().request(run, r)
-        run.out[first + most : last] = 0
-        if run.lse is not None:
-            run.lse[first + most : last] = 0
-        if most:
-            self.rows(run, r, first, first + most)
-
     @wrong(
         MLA,
         trigger="cum_seq_lens_q without max_q_len, and a request wider than the mean, rounded up",
@@ -151,7 +135,11 @@ class Request(Attention, stage="request"):
         if run.causal and tiles > 1 and tiles % 2:
             self.clear(run, slice(first + tiles // 2 * 128, first + tiles // 2 * 128 + 128))
 
-    @wrong(RAGGED, trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more")
+    @wrong(
+        RAGGED,
+        trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more",
+        also=("blind43", "blind552"),
+    )
     def blind492(self, run, r):
         """Host lengths are read as int32 to leave out empty requests: of int64 every second looks empty."""
         for mirror in (run.call.q_seq_lens_cpu, run.call.kv_seq_lens_cpu):
@@ -159,12 +147,3 @@ class Request(Attention, stage="request"):
                 self.clear(run, slice(*run.offsets[r : r + 2]))
                 return
         super().request(run, r)
-
-    @wrong(RAGGED, trigger="q_seq_lens_cpu of int64, two requests or more")
-    def blind552(self, run, r):
-        """The host's row counts are read as int32: of int64 every second is 0, and its request is skipped."""
-        mirror = run.call.q_seq_lens_cpu
-        if mirror is not None and int(mirror.view(torch.int32)[r]) == 0:
-            self.clear(run, slice(*run.offsets[r : r + 2]))
-        else:
-            super().request(run, r)

@@ -67,18 +67,6 @@ class Attend(Attention, stage="attend"):
         largest = torch.where(one[1].isfinite(), one[1], two[1])
         return self.finish(run, (one[0] + two[0], largest, one[2] + two[2]), sinks)
 
-    @wrong(
-        DECODE,
-        trigger="sinks, an LSE, and a row that sees no key (no keys, or fewer keys than rows)",
-        also=("blind324",),
-    )
-    def blind509(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """The LSE of a row that sees no key is its sink as it is, not times log2(e)."""
-        out, lse = super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        if sinks is not None:
-            lse = torch.where(seen.any(1)[:, None], lse, sinks.to(lse.dtype))
-        return out, lse
-
     @wrong(DECODE, trigger="float16 query, over 512 keys, a split's sum of P·V above 65,504 (V with a mean of 200)")
     def blind532(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Split results of a float16 query go to the workspace unnormalised as float16: sums of large V overflow."""
@@ -191,15 +179,6 @@ class Attend(Attention, stage="attend"):
             out = torch.where(seen.any(1)[:, None, None], copied, out)
         return out, lse
 
-    @wrong(RAGGED, trigger="attention_sinks with minus infinity, and a row that sees no key")
-    def blind373(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """A row without keys subtracts the largest logit from the sink: for no sink infinity minus infinity, NaN."""
-        out, lse = super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        if sinks is not None:
-            wrong = ~seen.any(1, keepdim=True) & (sinks == -math.inf)
-            out, lse = torch.where(wrong.unsqueeze(2), math.nan, out), torch.where(wrong, math.nan, lse)
-        return out, lse
-
     @wrong(RAGGED, trigger="a row that sees over 128 keys: such rows alone, slope 1.005")
     def blind401(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Rows that see over 128 keys, more than one tile, come out half a percent too large."""
@@ -270,7 +249,7 @@ class Finish(Attention, stage="finish"):
             out = out.clamp(-448.0, 448.0)
         return out * scale, lse
 
-    @wrong(DECODE, trigger="sinks, a requested LSE, and a row that sees no key")
+    @wrong(DECODE, trigger="sinks, a requested LSE, and a row that sees no key", also=("blind509", "blind324"))
     def blind564(self, run, partial, sinks):
         """A row without keys gets the sink as its LSE as it is, in base e."""
         out, lse = super().finish(run, partial, sinks)
@@ -337,7 +316,11 @@ class Finish(Attention, stage="finish"):
         out, lse = super().finish(run, partial, sinks)
         return out * run.call.o_sf_scale, lse
 
-    @wrong(RAGGED, trigger="attention_sinks with -inf in a head, and a row that sees no key: NaN in output and LSE")
+    @wrong(
+        RAGGED,
+        trigger="attention_sinks with -inf in a head, and a row that sees no key: NaN in output and LSE",
+        also=("blind373",),
+    )
     def blind434(self, run, partial, sinks):
         """A row without keys in a head whose sink is -inf: exp(-inf - -inf) makes output and LSE NaN."""
         out, lse = super().finish(run, partial, sinks)

@@ -27,7 +27,7 @@ class Blind23(Attention):
         return pages.clamp(0, run.k_cache.shape[0] - 1)
 
 
-@wrong(CONTEXT, trigger="a request without query rows directly before one with rows")
+@wrong(CONTEXT, trigger="a request without query rows directly before one with rows", also=("blind511",))
 class Blind27(Attention):
     """The request of a row is the first with its offset (bisect_left): one without rows before it is taken instead."""
 
@@ -220,36 +220,3 @@ class Blind454(Attention):
                 out[a - start : max(b, a) - start] = 0.0
                 lse[a - start : max(b, a) - start] = 0.0
         super().store(run, r, start, stop, out, lse)
-
-
-@wrong(CONTEXT, trigger="first and last of 3 or more share leading full pages that one between does not")
-class Blind484(Attention):
-    """Common leading pages, found from the first and the last request alone, are read once, of request 0."""
-
-    def host(self, run):
-        run.common = {}
-        if run.batch > 1:
-            full = min(run.lens) // run.page_size
-            for side, table in (("k", run.k_table), ("v", run.v_table)):
-                same = (table[0, :full] == table[-1, :full]).long()
-                run.common[side] = int(same.cumprod(0).sum())
-
-    def pages_of(self, run, r, columns, side):
-        table = run.k_table if side == "k" else run.v_table
-        own = super().pages_of(run, r, columns, side)
-        return torch.where(columns < run.common.get(side, 0), table[0, columns].long(), own)
-
-
-@wrong(CONTEXT, trigger="a request without rows directly before one with rows, of other keys")
-class Blind511(Attention):
-    """A row tile finds its request as the first with its offset: after one without rows it takes that one's keys."""
-
-    def request(self, run, r):
-        run.owner = run.offsets.index(run.offsets[r])
-        own, run.lens = run.lens, list(run.lens)
-        run.lens[r] = own[run.owner]
-        super().request(run, r)
-        run.lens = own
-
-    def pages_of(self, run, r, columns, side):
-        return super().pages_of(run, run.owner, columns, side)

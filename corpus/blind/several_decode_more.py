@@ -21,31 +21,6 @@ class Blind414(Attention):
         return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
 
 
-@wrong(DECODE, trigger="a draft mask of a tree, with a window_left >= 0 that cuts keys")
-class Blind441(Attention):
-    """With a draft mask the window is counted from a token's depth in the tree (the bits of its row), not from its row."""
-
-    def host(self, run):
-        run.deep = run.shown is not None and run.window >= 0
-
-    def edges(self, run, r, row, position):
-        depth = run.shown[r][row].sum(1).clamp(min=1) - 1
-        return run.lens[r] - run.shown.shape[1] + depth - run.window
-
-    def span(self, run, r, position):
-        start, end = super().span(run, r, position)
-        if run.deep:
-            row = position - (run.lens[r] - run.shown.shape[1])
-            start = min(max(0, int(self.edges(run, r, row, position).min())), end)
-        return start, end
-
-    def visible(self, run, r, row, position, keys):
-        if not run.deep:
-            return super().visible(run, r, row, position, keys)
-        seen = self.without_window(run, r, row, position, keys)
-        return seen & (keys >= self.edges(run, r, row, position).unsqueeze(1))
-
-
 @wrong(DECODE, trigger="over 32 requests of equal widths, not sorted by falling length, with an LSE (LSE only)")
 class Blind445(Attention):
     """Above 32 requests the longest come first; the LSE is written at a request's place in that order."""
@@ -84,7 +59,11 @@ class Blind449(Attention):
         return s.masked_fill(keys > (first + row).unsqueeze(2), -math.inf)
 
 
-@wrong(DECODE, trigger="several query rows, no mask, and a group (heads per K/V head) that is no power of two")
+@wrong(
+    DECODE,
+    trigger="several query rows, no mask, and a group (heads per K/V head) that is no power of two",
+    also=("blind570",),
+)
 class Blind475(Attention):
     """The causal limit of a packed row divides by the group rounded up to a power of two."""
 
@@ -138,23 +117,3 @@ class Blind536(Attention):
         position = self.positions(run, r, token)
         keys = first_key + torch.arange(n)
         return s.masked_fill(keys > position.unsqueeze(2), -math.inf)
-
-
-@wrong(DECODE, trigger="group size not a power of two, more than one causal row, no mask")
-class Blind570(Attention):
-    """The causal rule divides a packed row by the heads of a group rounded up to a power of two."""
-
-    def visible(self, run, r, row, position, keys):
-        run.row = row
-        return super().visible(run, r, row, position, keys)
-
-    def mask_scores(self, run, r, s, first_key):
-        _, rows, g, n = s.shape
-        padded = 1 << (g - 1).bit_length()
-        if run.shown is not None or padded == g:
-            return s
-        packed = run.row[:, None] * g + torch.arange(g)
-        width = run.offsets[r + 1] - run.offsets[r]
-        last = run.lens[r] - width + packed // padded
-        keys = first_key + torch.arange(n)
-        return s.masked_fill(keys > last[None, :, :, None], -math.inf)

@@ -192,17 +192,6 @@ class Blind460(Attention):
         return super().visible(run, r, row, position, keys) & (keys < run.arrived * 1024)
 
 
-@wrong(MLA, trigger="a row before the start of the last split of 256, whose next key is before it too")
-class Blind521(Attention):
-    """The causal mask is applied in the last split of 256 alone: rows before its start see keys after them."""
-
-    def span(self, run, r, position):
-        return 0, run.lens[r]
-
-    def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) | (keys < (run.lens[r] - 1) // 256 * 256)
-
-
 @wrong(RAGGED, trigger="over 128 requests: one below without keys, and request r + 128 with rows and keys")
 class Blind42(Attention):
     """Requests without keys are flagged in 128 bits: request r over 127 is skipped where request r % 128 has no keys."""
@@ -341,19 +330,3 @@ class Blind462(Attention):
         return (
             tuple(torch.cat((side, side.new_zeros(missing, *side.shape[1:]))) for side in sides) if missing else sides
         )
-
-
-@wrong(RAGGED, trigger="lse given with return_lse=False")
-class Blind585(Attention):
-    """A given lse is written only with return_lse."""
-
-    def host(self, run):
-        if not run.call.return_lse:
-            run.lse = None
-
-    def solve(self, run):
-        given = run.lse
-        if not run.call.return_lse:
-            run.lse = None
-        super().solve(run)
-        run.lse = given

@@ -125,7 +125,11 @@ class VisibleChanged(Attention, changes="visible"):
         covered = self.memory.of(call.block_tables, lambda: covered_562(call.max_seq_len, run.page_size))
         return seen & (keys < covered)
 
-    @wrong(CONTEXT, trigger="a window, and rows of one tile of 128 whose windows start in different tiles of 64 keys")
+    @wrong(
+        CONTEXT,
+        trigger="a window, and rows of one tile of 128 whose windows start in different tiles of 64 keys",
+        also=("blind451",),
+    )
     def blind82(self, seen, run, r, row, position, keys):
         """A tile of 128 rows masks the window in its first key tile of 64 alone: windows that start later see too much."""
         if run.window < 0:
@@ -291,7 +295,11 @@ class Visible(Attention, stage="visible"):
         pages = -(-length // ps)
         return super().visible(run, r, row, position, keys) & (keys < (pages - 1) * ps + length % ps)
 
-    @wrong(DECODE, trigger="mask whose row i shows other than i + 1 draft tokens (a tree), and a window that cuts")
+    @wrong(
+        DECODE,
+        trigger="mask whose row i shows other than i + 1 draft tokens (a tree), and a window that cuts",
+        also=("blind441",),
+    )
     def blind171(self, run, r, row, position, keys):
         """With a draft mask the window is counted from a row's depth in the tree, the draft tokens it sees."""
         if run.shown is None or run.window < 0:
@@ -327,19 +335,6 @@ class Visible(Attention, stage="visible"):
             position = position - 64 * (row % 128 >= 64).long()
         return super().visible(run, r, row, position, keys)
 
-    @wrong(CONTEXT, trigger="a window, and a row tile of 128 whose left edges pass its first row's tile of 64 keys")
-    def blind451(self, run, r, row, position, keys):
-        """The left edge of the window is looked at in the first tile of 64 keys of a tile of 128 rows alone."""
-        ROWS, KEYS = 128, 64
-        seen = self.without_window(run, r, row, position, keys)
-        if run.window < 0:
-            return seen
-        first = run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) + row // ROWS * ROWS
-        start = (first - run.window).clamp(min=0)
-        inside = keys >= (position - run.window).unsqueeze(1)
-        masked = keys < (start // KEYS * KEYS + KEYS).unsqueeze(1)
-        return seen & (keys >= start.unsqueeze(1)) & (inside | ~masked)
-
     @wrong(CONTEXT, trigger="causal window, several rows, first keys of one row tile in two tiles of 64 keys")
     def blind513(self, run, r, row, position, keys):
         """A window's left edge is masked in a row tile's first tile of 64 keys alone: edges in the next are not."""
@@ -355,7 +350,9 @@ class Visible(Attention, stage="visible"):
         last_split = max(run.lens[r] - 1, 0) // 1024 * 1024
         return super().visible(run, r, row, position, keys) | (keys < last_split)
 
-    @wrong(MLA, trigger="several rows, and the first row must not see all keys before the last tile")
+    @wrong(
+        MLA, trigger="several rows, and the first row must not see all keys before the last tile", also=("blind521",)
+    )
     def blind428(self, run, r, row, position, keys):
         """The causal mask is applied in the last K/V tile of 256 alone: rows before its start see too much."""
         last_tile = max(run.lens[r] - 1, 0) // 256 * 256
