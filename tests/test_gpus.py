@@ -8,7 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tests.gpus import gpu_of_worker, take_own_gpu, visible_gpus
+from tests.gpus import take_own_gpu, visible_gpus
 
 CONFTEST = "from tests.conftest import pytest_xdist_auto_num_workers"  # which takes a worker's GPU when it is imported
 # The workers ask torch for a GPU and nothing more; importing the real one takes longer than all of the rest.
@@ -26,10 +26,6 @@ import pytest
 def test_gpu(number, worker_id):
     open(os.path.join(os.environ["SEEN"], worker_id), "w").write(os.environ["CUDA_VISIBLE_DEVICES"])
 """
-
-
-def test_workers_take_the_gpus_in_turn() -> None:
-    assert [gpu_of_worker(f"gw{index}", ["GPU-a", "GPU-b"]) for index in range(4)] == ["GPU-a", "GPU-b"] * 2
 
 
 @pytest.mark.parametrize(

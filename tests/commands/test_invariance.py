@@ -33,7 +33,7 @@ def lines_of(text: str) -> list[str]:
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     required = ["--require", "batch-size,repeated-runs", "--out", "invariance.json", "--markdown", "invariance.md"]
-    assert run(["invariance", KERNEL, *required, *ON_THE_PAGE]) == 1
+    assert run(["invariance", KERNEL, "--in-process", *required, *ON_THE_PAGE]) == 1
     said = capsys.readouterr().out.replace(KERNEL, "my/kernel.py")
     shown = lines_of(said)
     (block,) = re.findall(r"```text\n(.*?)\n```", PAGE.read_text(), re.DOTALL)

@@ -9,44 +9,11 @@ import pytest
 from lab.dry_run import kernel_table
 from lab.dry_run.kernel_table import KernelTable, facts, header, newest, parsed, read_facts, recorded
 
-# From flashInferMetaInfo.h of flashinfer-cubin 0.6.13, read there.
-ROWS = {
-    "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvCgaVarSeqQ8Kv128StaticSwapsAbForGen": {
-        **dict.fromkeys(("mDataTypeQ", "mDataTypeKv", "mDataTypeK", "mDataTypeV", "mDataTypeO"), "DATA_TYPE_BF16"),
-        "mTileSizeQ": "8",
-        "mTileSizeKv": "128",
-        "mHeadDimQk": "128",
-        "mHeadDimV": "128",
-        "mSM": "kSM_100f",
-        "mSharedMemBytes": "174696",
-        "mNumTokensPerPage": "64",
-        "mMaskType": "1",
-        "mMultiCtasKvMode": "3",
-    },
-    "fmhaSm100aKernel_QE4m3KvE2m1OE4m3H64PagedKvDenseP32VarSeqQ128Kv128StaticContext": {
-        "mDataTypeQ": "DATA_TYPE_E4M3",
-        "mDataTypeKv": "DATA_TYPE_E2M1",
-        "mDataTypeO": "DATA_TYPE_E4M3",
-        "mStepQ": "256",
-        "mHeadDimPerCtaV": "64",
-        "mSM": "kSM_100",
-        "mSharedMemBytes": "64656",
-        "mThreadsPerCTA": "512",
-        "mGroupsHeadsQ": "false",
-        "mKernelType": "0",
-        "mReuseSmemKForV": "false",
-    },
-}
 
-
-def test_some_rows_of_the_fact_file() -> None:
+def test_the_fact_file_names_each_kernel_once() -> None:
     table = recorded()
     assert (table.source, len(table)) == ("flashinfer-cubin 0.6.13", 13_452)
-    names = [name.strip('"') for name in table.columns["mFuncName"]]
-    assert len(set(names)) == len(names)
-    for name, expected in ROWS.items():
-        row = table.row(names.index(name))
-        assert {column: row[column] for column in expected} == expected
+    assert len({*table.columns["mFuncName"]}) == len(table)
 
 
 def first_rows(source: str) -> KernelTable:

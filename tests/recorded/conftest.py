@@ -10,8 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.cases import DECODE
-from tests.recorded.fake_kernels import FakeGraph, decode_kernel
+from tests.recorded.fake_kernels import Engine, FakeGraph, decode_kernel
 from tests.recorded.record_calls import OWN
 
 
@@ -41,9 +40,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module with a right decode function, which an engine imported."""
-    made = ModuleType("some_kernels")
-    setattr(made, DECODE, decode_kernel())
-    monkeypatch.setitem(sys.modules, "some_kernels", made)
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Engine:
+    made = Engine(ModuleType("some_kernels"), tmp_path, caplog)
+    made.use(decode_kernel())
+    monkeypatch.setitem(sys.modules, "some_kernels", made.module)
     return made

@@ -1,15 +1,18 @@
 """Kernels and CUDA graphs on a CPU: a captured kernel does not run, and each replay runs it on the same tensors."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from lab import references
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
+from lab.recorded import Recorder
 from tests.cases import DECODE
 from tests.recorded.record_calls import decode_arguments
 
@@ -56,9 +59,27 @@ def decode_kernel(scale: float = 1.0) -> Callable[..., Any]:
     return kernel
 
 
-def decode(module: ModuleType, **changes: Any) -> Any:
-    """Call a module's decode function."""
-    return getattr(module, DECODE)(**decode_arguments(**changes))
+@dataclass(frozen=True)
+class Engine:
+    """An engine that imported a right decode function, and the folder in which its calls are recorded."""
+
+    module: ModuleType
+    folder: Path
+    log: pytest.LogCaptureFixture
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self.module, DECODE)
+        return found
+
+    def use(self, kernel: Callable[..., Any]) -> None:
+        setattr(self.module, DECODE, kernel)
+
+    def decode(self, **changes: Any) -> Any:
+        return self.kernel(**decode_arguments(**changes))
+
+    def recorded(self, **settings: Any) -> Recorder:
+        return Recorder(self.folder, functions=[self.module], **settings)
 
 
 def outcomes(folder: Path) -> list[Outcome]:

@@ -2,8 +2,7 @@
 
 import gc
 import weakref
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,45 +10,44 @@ import torch
 
 from lab.checks import Outcome
 from lab.checks.run.judge import judge_calls
-from lab.recorded import Recorder, Triggers, recorded_cases
-from tests.cases import DECODE
-from tests.recorded.fake_kernels import FakeGraph, decode, decode_kernel, outcomes
+from lab.recorded import Triggers, recorded_cases
+from tests.recorded.fake_kernels import Engine, FakeGraph, decode_kernel, outcomes
 from tests.recorded.record_calls import decode_arguments
 
 pytestmark = pytest.mark.usefixtures("graphs")
 
 
-def _captured(module: ModuleType, *steps: dict[str, Any]) -> FakeGraph:
+def _captured(engine: Engine, *steps: dict[str, Any]) -> FakeGraph:
     graph: FakeGraph = torch.cuda.CUDAGraph()  # type: ignore[assignment]
     graph.capture_begin()
     for number, arguments in enumerate(steps):
-        _forward(SimpleNamespace(layer_id=number), module, arguments)
+        _forward(SimpleNamespace(layer_id=number), engine, arguments)
     graph.capture_end()
     return graph
 
 
-def _forward(layer: SimpleNamespace, module: ModuleType, arguments: dict[str, Any]) -> Any:
-    return getattr(module, DECODE)(**arguments)
+def _forward(layer: SimpleNamespace, engine: Engine, arguments: dict[str, Any]) -> Any:
+    return engine.kernel(**arguments)
 
 
-def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType, tmp_path: Path) -> None:
+def test_each_replay_of_a_graph_is_recorded_with_what_it_read(engine: Engine) -> None:
     first, second = decode_arguments(), decode_arguments(window_left=3)
-    with Recorder(tmp_path, functions=[module]) as recorder:
-        graph = _captured(module, first, second)
+    with engine.recorded() as recorder:
+        graph = _captured(engine, first, second)
         assert recorder.kept == 0
-        decode(module)
+        engine.decode()
         for length in (4, 3):
             first["seq_lens"].copy_(torch.tensor([length, 17, 20]))
             first["query"].mul_(2)
             graph.replay()
         assert recorder.kept == 5
     graph.replay()
-    cases = recorded_cases(tmp_path)
+    cases = recorded_cases(engine.folder)
     assert [(case.replay, case.layer) for case in cases] == [(0, None), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [case.read().given["seq_lens"].tolist() for case in cases[1::2]] == [[4, 17, 20], [3, 17, 20]]
     assert torch.equal(cases[3].read().given["query"], first["query"])
     assert torch.equal(cases[1].read().given["query"] * 2, first["query"])
-    assert outcomes(tmp_path) == [Outcome.RIGHT] * 5
+    assert outcomes(engine.folder) == [Outcome.RIGHT] * 5
     assert recorder.kept == 5
 
 
@@ -61,23 +59,21 @@ def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType
     ],
     ids=str,
 )
-def test_replays_are_chosen_as_eager_calls_are(
-    module: ModuleType, tmp_path: Path, triggers: Triggers, kept: list[tuple[int, int]]
-) -> None:
+def test_replays_are_chosen_as_eager_calls_are(engine: Engine, triggers: Triggers, kept: list[tuple[int, int]]) -> None:
     kernels = iter([decode_kernel(), decode_kernel(1.5), decode_kernel()])
-    setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
-    with Recorder(tmp_path, functions=[module], triggers=triggers):
-        graph = _captured(module, *(decode_arguments() for _ in range(3)))
+    engine.use(lambda **arguments: next(kernels)(**arguments))
+    with engine.recorded(triggers=triggers):
+        graph = _captured(engine, *(decode_arguments() for _ in range(3)))
         graph.replay()
         graph.replay()
-    assert [(case.replay, case.layer) for case in recorded_cases(tmp_path)] == kept
+    assert [(case.replay, case.layer) for case in recorded_cases(engine.folder)] == kept
 
 
-def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_path: Path) -> None:
-    with Recorder(tmp_path, functions=[module]) as recorder:
+def test_a_captured_tensor_stays_as_long_as_its_graph(engine: Engine) -> None:
+    with engine.recorded() as recorder:
         arguments = decode_arguments()
         held = weakref.ref(arguments["query"])
-        graph = _captured(module, arguments)
+        graph = _captured(engine, arguments)
         graph.kernels.clear()
         del arguments
         gc.collect()
@@ -87,69 +83,69 @@ def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_pa
         assert held() is None
         graph.replay()
         arguments = decode_arguments()
-        held, graph = weakref.ref(arguments["query"]), _captured(module, arguments)
+        held, graph = weakref.ref(arguments["query"]), _captured(engine, arguments)
         del arguments, graph
         gc.collect()
         assert held() is None
     assert recorder.kept == 0
 
 
-def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType, tmp_path: Path) -> None:
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(layers=(1,))):
+def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(engine: Engine) -> None:
+    with engine.recorded(triggers=Triggers(layers=(1,))):
         arguments = [decode_arguments(), decode_arguments()]
         held = [weakref.ref(each["query"]) for each in arguments]
-        graph = _captured(module, *arguments)
+        graph = _captured(engine, *arguments)
         graph.kernels.clear()
         del arguments
         gc.collect()
         assert [each() is not None for each in held] == [False, True]
 
 
-def test_a_captured_call_is_written_after_a_replay_alone(module: ModuleType, tmp_path: Path) -> None:
-    with Recorder(tmp_path, functions=[module], before=True):
-        graph = _captured(module, decode_arguments())
-        assert list(tmp_path.iterdir()) == []
+def test_a_captured_call_is_written_after_a_replay_alone(engine: Engine) -> None:
+    with engine.recorded(before=True):
+        graph = _captured(engine, decode_arguments())
+        assert list(engine.folder.iterdir()) == []
         graph.replay()
-    assert outcomes(tmp_path) == [Outcome.RIGHT]
+    assert outcomes(engine.folder) == [Outcome.RIGHT]
 
 
-def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
+def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(engine: Engine) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
-    with Recorder(tmp_path, functions=[module]):
-        _captured(module, arguments).replay()
-    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    with engine.recorded():
+        _captured(engine, arguments).replay()
+    (verdict,) = judge_calls(engine.folder, device="cpu", isolated=False).verdicts
     assert (
         "does not hold the value of query, only that it is a tensor that the call overwrote in a CUDA graph"
         in verdict.reason
     )
 
 
-def test_a_query_beside_the_output_in_one_buffer_is_kept(module: ModuleType, tmp_path: Path) -> None:
+def test_a_query_beside_the_output_in_one_buffer_is_kept(engine: Engine) -> None:
     arguments = decode_arguments()
     buffer = torch.cat((arguments["query"], arguments["query"]))
     arguments |= {"query": buffer[:3], "out": buffer[3:]}
-    with Recorder(tmp_path, functions=[module]):
-        _captured(module, arguments).replay()
-    assert outcomes(tmp_path) == [Outcome.RIGHT]
+    with engine.recorded():
+        _captured(engine, arguments).replay()
+    assert outcomes(engine.folder) == [Outcome.RIGHT]
 
 
 def test_a_graph_whose_capture_began_before_the_recorder_is_not_recorded(
-    module: ModuleType, tmp_path: Path, graphs: type[FakeGraph]
+    engine: Engine, graphs: type[FakeGraph]
 ) -> None:
     graph = graphs()
     graph.capture_begin()
-    with Recorder(tmp_path, functions=[module]) as recorder:
-        decode(module)
+    with engine.recorded() as recorder:
+        engine.decode()
         graph.capture_end()
         graph.replay()
     assert recorder.kept == 0
 
 
-def test_the_methods_of_graphs_are_put_back(module: ModuleType, tmp_path: Path) -> None:
+def test_the_methods_of_graphs_are_put_back(engine: Engine) -> None:
     before = dict(vars(FakeGraph))
-    with Recorder(tmp_path, functions=[module], most_calls=1) as recorder:
-        graph = _captured(module, decode_arguments())
+    with engine.recorded(most_calls=1) as recorder:
+        graph = _captured(engine, decode_arguments())
         graph.replay()
         graph.replay()
         assert vars(FakeGraph)["replay"] is not before["replay"]

@@ -23,7 +23,7 @@ from lab.checks import Outcome
 from lab.recorded import Recorder, Triggers, recorded_cases
 from lab.recorded import recorder as recorder_module
 from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, arguments_of
-from tests.recorded.fake_kernels import decode, decode_kernel, outcomes
+from tests.recorded.fake_kernels import Engine, decode_kernel, outcomes
 from tests.recorded.record_calls import decode_arguments, latent_arguments
 
 HOMES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla._core", RAGGED: "prefill"}
@@ -114,32 +114,32 @@ def test_a_package_that_nothing_has_imported_is_recorded_and_put_back(
             sys.modules.pop(name, None)
 
 
-def test_a_call_that_a_recorded_call_makes_is_not_recorded_again(module: ModuleType, tmp_path: Path) -> None:
-    with Recorder(tmp_path, functions=[module, references]) as recorder:
-        decode(module)
+def test_a_call_that_a_recorded_call_makes_is_not_recorded_again(engine: Engine) -> None:
+    with Recorder(engine.folder, functions=[engine.module, references]) as recorder:
+        engine.decode()
     assert recorder.kept == 1
 
 
-def test_results_are_those_that_were_written_or_returned(module: ModuleType, tmp_path: Path) -> None:
-    setattr(module, DECODE, lambda out, **_: [out.fill_(3), None][1])
-    setattr(module, MLA, lambda **arguments: (torch.ones(2), torch.full((2,), 4.0)))
-    with Recorder(tmp_path, functions=[module]):
-        decode(module, out=torch.zeros(3, 4, 64))
-        getattr(module, MLA)(**latent_arguments())
-    first, second = (case.read() for case in recorded_cases(tmp_path))
+def test_results_are_those_that_were_written_or_returned(engine: Engine) -> None:
+    engine.use(lambda out, **_: [out.fill_(3), None][1])
+    setattr(engine.module, MLA, lambda **arguments: (torch.ones(2), torch.full((2,), 4.0)))
+    with engine.recorded():
+        engine.decode(out=torch.zeros(3, 4, 64))
+        getattr(engine.module, MLA)(**latent_arguments())
+    first, second = (case.read() for case in recorded_cases(engine.folder))
     assert first.out is not None
     assert first.out.unique().tolist() == [3]
     assert second.lse is not None
     assert second.lse.tolist() == [4, 4]
 
 
-def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: ModuleType, tmp_path: Path) -> None:
+def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(engine: Engine) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
     before = arguments["query"].clone()
-    with Recorder(tmp_path, functions=[module]):
-        getattr(module, DECODE)(**arguments)
-    call = recorded_cases(tmp_path)[0].read()
+    with engine.recorded():
+        engine.decode(**arguments)
+    call = recorded_cases(engine.folder)[0].read()
     assert torch.equal(call.given["query"], before)
     assert call.out is not None
     assert torch.equal(call.out, arguments["query"])
@@ -148,20 +148,16 @@ def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: Mo
 
 @pytest.mark.parametrize("changes", [{}, {"max_seq_len": 4}], ids=["returns", "raises"])
 def test_a_call_that_overwrites_what_cannot_be_copied_is_not_kept(
-    module: ModuleType,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     arguments = decode_arguments(**changes)
     arguments["out"] = arguments["query"]
     monkeypatch.setattr(torch, "clone", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
     refused = pytest.raises(ValueError, match="max_seq_len") if changes else contextlib.nullcontext()
-    with Recorder(tmp_path, functions=[module]) as recorder, refused:
-        assert getattr(module, DECODE)(**arguments) is arguments["out"]
+    with engine.recorded() as recorder, refused:
+        assert engine.decode(**arguments) is arguments["out"]
     assert recorder.kept == 0
-    assert caplog.messages == ["lab record: a call is not recorded: OutOfMemoryError: full"]
+    assert engine.log.messages == ["lab record: a call is not recorded: OutOfMemoryError: full"]
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -169,10 +165,10 @@ def _numbers(folder: Path) -> list[int]:
     return [int(path.stem.rpartition("call")[2]) for path in sorted(folder.glob("*.call"))]
 
 
-def _of_layer(module: ModuleType, number: int) -> None:
+def _of_layer(engine: Engine, number: int) -> None:
     layer = SimpleNamespace(layer_idx=number)
     assert layer is not None
-    decode(module, max_seq_len=50)
+    engine.decode(max_seq_len=50)
 
 
 @pytest.mark.parametrize(
@@ -189,32 +185,30 @@ def _of_layer(module: ModuleType, number: int) -> None:
     ids=str,
 )
 def test_triggers_choose_calls(
-    module: ModuleType, tmp_path: Path, triggers: Triggers, kept: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, triggers: Triggers, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count()  # one second for the start, and one for each call
     monkeypatch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
 
-    with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
+    with engine.recorded(triggers=triggers) as recorder:
         for number in range(6):
-            _of_layer(module, number % 2)
-    assert _numbers(tmp_path) == kept
+            _of_layer(engine, number % 2)
+    assert _numbers(engine.folder) == kept
     assert recorder.kept == len(kept)
 
 
 @pytest.mark.parametrize("name", ["every", "shadow"])
-def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(
-    module: ModuleType, tmp_path: Path, name: str
-) -> None:
+def test_one_of_each_ten_calls_is_chosen_and_over_time_of_each_layer(engine: Engine, name: str) -> None:
     """Of 40 layers each 10th call would be of four layers alone; and a draft of four steps has a period of its own."""
-    setattr(module, DECODE, decode_kernel(1.5))
+    engine.use(decode_kernel(1.5))
     triggers = Triggers(layers=(*range(4),), **{name: 4})  # type: ignore[arg-type]
-    with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
+    with engine.recorded(triggers=triggers) as recorder:
         for number in range(40):
-            _of_layer(module, number % 4)
-    places = [divmod(number - 1, 4) for number in _numbers(tmp_path)]
+            _of_layer(engine, number % 4)
+    places = [divmod(number - 1, 4) for number in _numbers(engine.folder)]
     assert [turn for turn, _ in places] == [*range(10)]
     assert {layer for _, layer in places} == {0, 1, 2, 3}
-    assert recorder.summary().startswith(f"10 of 40 calls recorded in {tmp_path}")
+    assert recorder.summary().startswith(f"10 of 40 calls recorded in {engine.folder}")
 
 
 @pytest.mark.parametrize(("every", "shadow"), [(0, 0), (1, -1)])
@@ -225,180 +219,166 @@ def test_counts_that_make_no_sense_are_refused(every: int, shadow: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("bad", [True, False])
-def test_a_non_finite_output_is_kept(module: ModuleType, tmp_path: Path, bad: bool, dtype: torch.dtype) -> None:
+def test_a_non_finite_output_is_kept(engine: Engine, bad: bool, dtype: torch.dtype) -> None:
     out, lse = torch.ones(3, 4, 64), torch.full((3, 4), -torch.inf)  # an LSE of rows that see no key
     out[1, 2, 3] = torch.nan if bad else 1
-    setattr(module, DECODE, lambda **_: (out.to(dtype), lse))
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(non_finite=True)) as recorder:
-        decode(module)
+    engine.use(lambda **_: (out.to(dtype), lse))
+    with engine.recorded(triggers=Triggers(non_finite=True)) as recorder:
+        engine.decode()
     assert recorder.kept == bad
 
 
-def test_shadow_keeps_wrong_calls_alone_and_logs_why(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shadow_keeps_wrong_calls_alone_and_logs_why(engine: Engine) -> None:
     right, wrong = decode_kernel(), decode_kernel(1.5)
     kernels = iter([right, wrong, right, wrong, right, right])
-    setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    engine.use(lambda **arguments: next(kernels)(**arguments))
+    with engine.recorded(triggers=Triggers(shadow=1)) as recorder:
         for _ in range(6):
-            decode(module, out=torch.zeros(3, 4, 64, dtype=torch.float16))
+            engine.decode(out=torch.zeros(3, 4, 64, dtype=torch.float16))
     assert (recorder.judged, recorder.wrong, recorder.kept) == ([1, 2, 3, 4, 5, 6], [2, 4], 2)
-    assert outcomes(tmp_path) == [Outcome.WRONG] * 2
-    assert f"call 2, {DECODE}: the output is wrong: 12 of 12 vectors are wrong" in caplog.messages[0]
-    assert len(caplog.messages) == 2
+    assert outcomes(engine.folder) == [Outcome.WRONG] * 2
+    assert f"call 2, {DECODE}: the output is wrong: 12 of 12 vectors are wrong" in engine.log.messages[0]
+    assert len(engine.log.messages) == 2
 
 
-def test_shadow_judges_the_lse_that_the_call_wrote(module: ModuleType, tmp_path: Path) -> None:
+def test_shadow_judges_the_lse_that_the_call_wrote(engine: Engine) -> None:
     def replacement(lse: torch.Tensor, **arguments: Any) -> Any:
         out, right = references.trtllm_batch_decode_with_kv_cache(**arguments)
         return out, lse.copy_(right + 1)
 
-    setattr(module, DECODE, replacement)
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
-        decode(module, return_lse=True, lse=torch.zeros(3, 4))
+    engine.use(replacement)
+    with engine.recorded(triggers=Triggers(shadow=1)) as recorder:
+        engine.decode(return_lse=True, lse=torch.zeros(3, 4))
     assert recorder.wrong == [1]
 
 
-def test_shadow_has_the_bound_of_e4m3_arithmetic_where_it_is_chosen(module: ModuleType, tmp_path: Path) -> None:
-    setattr(module, DECODE, decode_kernel(1.03))
+def test_shadow_has_the_bound_of_e4m3_arithmetic_where_it_is_chosen(engine: Engine) -> None:
+    engine.use(decode_kernel(1.03))
     arguments = decode_arguments()
     arguments["kv_cache"] = tuple(each.to(E4M3) for each in arguments["kv_cache"])
     wrongs = []
     for is_rounded in (False, True):
         triggers = Triggers(shadow=1, e4m3_arithmetic=is_rounded)
-        with Recorder(tmp_path, functions=[module], triggers=triggers) as recorder:
-            getattr(module, DECODE)(**arguments)
+        with engine.recorded(triggers=triggers) as recorder:
+            engine.decode(**arguments)
         wrongs.append(recorder.wrong)
     assert wrongs == [[1], []]
 
 
-def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    setattr(module, DECODE, lambda query, **_: query)
+def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model(engine: Engine) -> None:
+    engine.use(lambda query, **_: query)
     table = decode_arguments()["block_tables"]
     table[0, 0] = 77
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
-        decode(module, block_tables=table)
-        decode(module, backend="cake")
-        decode(module, backend="cake")
+    with engine.recorded(triggers=Triggers(shadow=1)) as recorder:
+        engine.decode(block_tables=table)
+        engine.decode(backend="cake")
+        engine.decode(backend="cake")
     assert (recorder.judged, recorder.wrong, recorder.kept) == ([1, 2, 3], [1], 1)
-    first, second = caplog.messages
+    first, second = engine.log.messages
     assert f"call 1, {DECODE}: the arguments are invalid: block_tables: K page id 77" in first
     assert "is not judged: backend='cake'" in second
 
 
-def test_a_call_that_raises_keeps_its_inputs_and_its_error(module: ModuleType, tmp_path: Path) -> None:
+def test_a_call_that_raises_keeps_its_inputs_and_its_error(engine: Engine) -> None:
     def fails(**_: Any) -> None:
         raise RuntimeError("launch failed")
 
-    setattr(module, DECODE, fails)
-    with Recorder(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+    engine.use(fails)
+    with engine.recorded(triggers=Triggers(shadow=1)) as recorder:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="launch failed"):
-                decode(module)
+                engine.decode()
     assert recorder.kept == 2
-    call = recorded_cases(tmp_path)[0].read()
+    call = recorded_cases(engine.folder)[0].read()
     assert (call.out, call.raised, call.module) == (None, "RuntimeError: launch failed", __name__)
-    assert outcomes(tmp_path) == [Outcome.FAILED] * 2
+    assert outcomes(engine.folder) == [Outcome.FAILED] * 2
 
 
-def test_inputs_are_on_the_disk_before_the_call(module: ModuleType, tmp_path: Path) -> None:
+def test_inputs_are_on_the_disk_before_the_call(engine: Engine) -> None:
     kernel, seen = decode_kernel(), []
 
     def replacement(**arguments: Any) -> Any:
-        seen.append(recorded_cases(tmp_path)[-1].read().out)
+        seen.append(recorded_cases(engine.folder)[-1].read().out)
         return kernel(**arguments)
 
-    setattr(module, DECODE, replacement)
-    with Recorder(tmp_path, functions=[module], before=True) as recorder:
-        decode(module)
-        decode(module)
+    engine.use(replacement)
+    with engine.recorded(before=True) as recorder:
+        engine.decode()
+        engine.decode()
     assert seen == [None, None]
-    assert (recorder.kept, outcomes(tmp_path)) == (2, [Outcome.RIGHT] * 2)
-    kept = tmp_path / "unkept"
-    setattr(module, DECODE, kernel)
-    with Recorder(kept, functions=[module], before=True, triggers=Triggers(non_finite=True)):
-        decode(module)
+    assert (recorder.kept, outcomes(engine.folder)) == (2, [Outcome.RIGHT] * 2)
+    kept = engine.folder / "unkept"
+    engine.use(kernel)
+    with Recorder(kept, functions=[engine.module], before=True, triggers=Triggers(non_finite=True)):
+        engine.decode()
     assert list(kept.iterdir()) == []
 
 
 @pytest.mark.parametrize("limit", [{"most_calls": 2}, {"most_bytes": 100_000}])
-def test_a_limit_ends_the_recording_with_one_sentence(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: dict[str, int]
-) -> None:
-    with Recorder(tmp_path, functions=[module], **limit) as recorder:  # type: ignore[arg-type]
+def test_a_limit_ends_the_recording_with_one_sentence(engine: Engine, limit: dict[str, int]) -> None:
+    with engine.recorded(**limit) as recorder:  # type: ignore[arg-type]
         for _ in range(5):
-            decode(module)
+            engine.decode()
     assert (recorder.kept, recorder.has_ended) == (2, True)
-    assert recorder.kept_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.call"))
-    (sentence,) = caplog.messages
+    assert recorder.kept_bytes == sum(path.stat().st_size for path in engine.folder.glob("*.call"))
+    (sentence,) = engine.log.messages
     assert f"2 calls of {recorder.kept_bytes / 1e9:.3g} GB are recorded, which is the limit" in sentence
 
 
-def test_a_file_that_cannot_be_written_ends_the_recording_and_not_the_engine(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written_ends_the_recording_and_not_the_engine(engine: Engine) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with Recorder(tmp_path, functions=[module]) as recorder:
-            assert all(decode(module).shape == (3, 4, 64) for _ in range(3))
+        with engine.recorded() as recorder:
+            assert all(engine.decode().shape == (3, 4, 64) for _ in range(3))
             assert recorder.has_ended
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (sentence,) = caplog.messages
+    (sentence,) = engine.log.messages
     assert "File too large" in sentence
     assert "File too large" in recorder.summary()
-    assert list(tmp_path.iterdir()) == []
+    assert list(engine.folder.iterdir()) == []
 
 
-def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    setattr(module, DECODE, lambda **_: torch.ones(1))
-    with Recorder(tmp_path, functions=[module]) as recorder:
+def test_an_error_of_the_recorder_is_logged_once_and_not_raised(engine: Engine) -> None:
+    engine.use(lambda **_: torch.ones(1))
+    with engine.recorded() as recorder:
         for _ in range(2):
-            getattr(module, DECODE)(query=torch.ones(2), block_tables="none")
-        getattr(module, DECODE)(**decode_arguments(block_tables=torch.ones(3, 1, 4)))
+            engine.kernel(query=torch.ones(2), block_tables="none")
+        engine.kernel(**decode_arguments(block_tables=torch.ones(3, 1, 4)))
     assert recorder.kept == 0
-    first, second = caplog.messages
+    first, second = engine.log.messages
     assert f"the recorded call of {DECODE} lacks kv_cache, seq_lens, max_seq_len" in first
     assert "block_tables of shape [3, 1, 4] are no page tables" in second
 
 
-def test_a_value_that_no_file_holds_does_not_stop_the_engine(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    setattr(module, DECODE, lambda query, **_: query.clone())
-    with Recorder(tmp_path, functions=[module]):
-        assert decode(module, max_seq_len=10**5000).shape == (3, 4, 64)
-    (sentence,) = caplog.messages
+def test_a_value_that_no_file_holds_does_not_stop_the_engine(engine: Engine) -> None:
+    engine.use(lambda query, **_: query.clone())
+    with engine.recorded():
+        assert engine.decode(max_seq_len=10**5000).shape == (3, 4, 64)
+    (sentence,) = engine.log.messages
     assert "a call is not recorded: ValueError: Exceeds the limit" in sentence
-    assert list(tmp_path.iterdir()) == []
+    assert list(engine.folder.iterdir()) == []
 
 
-def test_no_more_than_some_sentences_are_logged(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    setattr(module, DECODE, lambda **_: None)
-    with Recorder(tmp_path, functions=[module]):
+def test_no_more_than_some_sentences_are_logged(engine: Engine) -> None:
+    engine.use(lambda **_: None)
+    with engine.recorded():
         for _ in range(recorder_module.MOST_LOGGED + 5):
-            decode(module)
-    assert "a call is not recorded: AssertionError: call 1 returned no output" in caplog.messages[0]
-    assert len(caplog.messages) == recorder_module.MOST_LOGGED
+            engine.decode()
+    assert "a call is not recorded: AssertionError: call 1 returned no output" in engine.log.messages[0]
+    assert len(engine.log.messages) == recorder_module.MOST_LOGGED
 
 
-def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:
-    with Recorder(tmp_path, functions=[module]) as recorder:
-        threads = [threading.Thread(target=lambda: [decode(module) for _ in range(8)]) for _ in range(4)]
+def test_calls_of_several_threads_are_all_recorded(engine: Engine) -> None:
+    with engine.recorded() as recorder:
+        threads = [threading.Thread(target=lambda: [engine.decode() for _ in range(8)]) for _ in range(4)]
         for each in threads:
             each.start()
         for each in threads:
             each.join()
     assert recorder.kept == 32
-    assert sorted(_numbers(tmp_path)) == [*range(1, 33)]
+    assert sorted(_numbers(engine.folder)) == [*range(1, 33)]
 
 
 class _Counting(TorchDispatchMode):
@@ -416,32 +396,32 @@ class _Counting(TorchDispatchMode):
 @pytest.mark.parametrize(
     "triggers", [Triggers(every=1000), Triggers(layers=(9,)), Triggers(from_s=1000, non_finite=True)]
 )
-def test_an_idle_recorder_runs_no_operation(module: ModuleType, tmp_path: Path, triggers: Triggers) -> None:
+def test_an_idle_recorder_runs_no_operation(engine: Engine, triggers: Triggers) -> None:
     arguments = decode_arguments()
-    setattr(module, DECODE, lambda **_: arguments["query"])
-    with Recorder(tmp_path, functions=[module], triggers=triggers), _Counting() as counting:
+    engine.use(lambda **_: arguments["query"])
+    with engine.recorded(triggers=triggers), _Counting() as counting:
         for _ in range(20):
-            getattr(module, DECODE)(**arguments)
+            engine.kernel(**arguments)
     assert counting.count == 0
 
 
-def test_traced_code_is_traced_as_without_the_recorder(module: ModuleType, tmp_path: Path) -> None:
-    setattr(module, DECODE, lambda query, **_: query * 2)
+def test_traced_code_is_traced_as_without_the_recorder(engine: Engine) -> None:
+    engine.use(lambda query, **_: query * 2)
 
     def layer(query: torch.Tensor) -> torch.Tensor:
-        return getattr(module, DECODE)(query=query, kv_cache=None) + 1
+        return engine.kernel(query=query, kv_cache=None) + 1
 
-    with Recorder(tmp_path, functions=[module]) as recorder:
+    with engine.recorded() as recorder:
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
     assert recorder.kept == 0
 
 
-def test_recorders_may_be_nested(module: ModuleType, tmp_path: Path) -> None:
-    kernel = getattr(module, DECODE)
-    with Recorder(tmp_path / "1", functions=[module]) as outer:
-        with Recorder(tmp_path / "2", functions=[module]) as inner:
-            decode(module)
-        decode(module)
+def test_recorders_may_be_nested(engine: Engine) -> None:
+    kernel = engine.kernel
+    with Recorder(engine.folder / "1", functions=[engine.module]) as outer:
+        with Recorder(engine.folder / "2", functions=[engine.module]) as inner:
+            engine.decode()
+        engine.decode()
     assert (outer.kept, inner.kept) == (2, 1)
-    assert getattr(module, DECODE) is kernel
+    assert engine.kernel is kernel
