@@ -202,50 +202,41 @@ def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "two SM clocks" in capsys.readouterr().out
 
 
-class TestWithinOneRun:
-    @pytest.fixture
-    def by(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-        def compared(entries: Any, *by: str) -> tuple[int, str]:
-            status = run_lab(["compare", str(write_run(tmp_path / "run.json", entries)), "--by", *by])
-            said = capsys.readouterr()
-            return status, said.out + said.err
+SCENARIOS = [entry("a"), entry("b", samples=samples_us(300)), entry("c", kv_tokens=1)]
 
-        return compared
 
-    def test_two_implementations(self, by: Any) -> None:
-        run = rows(250, 900) + rows(275, 700, implementation=PORTABLE)
-        status, said = by(run, "implementation", TRTLLM, PORTABLE)
-        assert status == 1
-        assert "1 FASTER, 1 SLOWER" in said
-        assert by(run, "implementation", PORTABLE, PORTABLE)[0] == 125
-
-    def test_two_settings(self, by: Any) -> None:
-        status, said = by(rows(250) + rows(260, page_size=32), "page_size", "64", "32")
-        assert (status, "1 SLOWER" in said) == (1, True)
-
-    def test_a_row_of_one_side_only_is_listed_and_passes(self, by: Any) -> None:
-        run = rows(250, 900) + rows(250, implementation=PORTABLE)
-        status, said = by(run, "implementation", TRTLLM, PORTABLE)
-        assert status == 0
-        assert "only before: decode/llama-3.1-8b/2q1s4k" in said
-
-    @pytest.mark.parametrize("key", ["clock", "l2", "method"])
-    def test_two_methods_are_refused(self, by: Any, key: str) -> None:
-        status, said = by(rows(250), key, "one", "two")
-        assert status == 125
-        assert f"two values of {key} are two methods" in said
-
-    def test_a_value_that_is_not_there_is_refused(self, by: Any) -> None:
-        status, said = by(rows(250), "implementation", TRTLLM, PORTABLE)
-        assert status == 125
-        assert f"no row of GPU time has implementation {PORTABLE}; there is {TRTLLM}" in said
-
-    def test_two_scenarios_of_the_same_work(self, by: Any) -> None:
-        run = [entry("a"), entry("b", samples=samples_us(300)), entry("c", kv_tokens=1)]
-        assert by(run, "scenario", "a", "b")[0] == 1
-        status, said = by(run, "scenario", "a", "c")
-        assert status == 125
-        assert "two workloads, kv_tokens: 262208 and 1" in said
+@pytest.mark.parametrize(
+    ("entries", "by", "status", "words"),
+    [
+        (
+            rows(250, 900) + rows(275, 700, implementation=PORTABLE),
+            f"implementation {TRTLLM} {PORTABLE}",
+            1,
+            "1 FASTER, 1 SLOWER",
+        ),
+        (rows(250), f"implementation {TRTLLM} {TRTLLM}", 125, TRTLLM),
+        (rows(250), f"implementation {TRTLLM} {PORTABLE}", 125, f"has implementation {PORTABLE}; there is {TRTLLM}"),
+        (rows(250) + rows(260, page_size=32), "page_size 64 32", 1, "1 SLOWER"),
+        (
+            rows(250, 900) + rows(250, implementation=PORTABLE),
+            f"implementation {TRTLLM} {PORTABLE}",
+            0,
+            "only before: decode/llama-3.1-8b/2q1s4k",
+        ),
+        *(
+            (rows(250), f"{key} one two", 125, f"two values of {key} are two methods")
+            for key in ("clock", "l2", "method")
+        ),
+        (SCENARIOS, "scenario a b", 1, "1 SLOWER"),
+        (SCENARIOS, "scenario a c", 125, "two workloads, kv_tokens: 262208 and 1"),
+    ],
+)
+def test_two_sides_of_one_run_are_compared(
+    entries: Entries, by: str, status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_lab(["compare", str(write_run(tmp_path / "run.json", entries)), "--by", *by.split()]) == status
+    said = capsys.readouterr()
+    assert words in said.out + said.err
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,15 @@ from studies.kv_read_once import (
     HOST_PREPARED,
     HOST_TARGETS,
     PORTABLE,
-    facts_of,
     measure_host,
     points_of,
 )
-from studies.passes import PORTABLE_MODULE, gpu_works
+from studies.passes import PORTABLE_MODULE
 from studies.targets import Figure, Target, target_rows, target_text
-from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
+from studies.variants import Point, PointRows, Variant
 from tests.devices import IN_INTERPRETER
 from tests.studies.conftest import Command
-from tests.studies.simulated import SLOWER, small_kv
+from tests.studies.simulated import small_kv
 
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
 SMALL = scenario("target_verify/tiny/2q2s70")
@@ -79,15 +78,11 @@ def right_at(*right_calls: int) -> Callable[..., Any]:
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("of_host", [False, True], ids=["gpu", "host"])
 @pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
-def test_a_wrong_variant_has_no_time(
-    right_calls: tuple[int, ...], of_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first call tells who declines, the second is judged before the times, the third after or among them."""
+def test_a_wrong_variant_has_no_host_time(right_calls: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call tells who declines, the second is judged before the times, the third after them."""
     runs_as(monkeypatch, right_at(*right_calls))
-    point, plan = small_kv(SMALL), TimingPlan(SLOWER, samples=3)
-    outcome = measure_host(point) if of_host else measure_point(point, gpu_works, plan, facts_of)
+    outcome = measure_host(small_kv(SMALL))
     assert [row["arm"] for row in outcome.rows] == [PORTABLE]
     (wrong,) = outcome.wrong
     assert (wrong["arm"], wrong["point"]) == (FLASHINFER, "2q2s70")
