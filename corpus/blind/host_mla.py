@@ -21,9 +21,7 @@ class Host(Attention, stage="host"):
         if run.call.cum_seq_lens_q is not None and run.batch:
             run.offsets = [*run.offsets[:-1], run.p.num_rows]
 
-    @wrong(
-        MLA, trigger="a kv_cache whose pages have gaps between them, e.g. a slice of a wider pool", also=("blind580",)
-    )
+    @wrong(MLA, trigger="a kv_cache whose pages have gaps between them, e.g. a slice of a wider pool")
     def blind37(self, run):
         """Pages are taken to lie page_size * head_dim apart: a cache whose pages have gaps between them is read wrongly."""
         strides = packed_strides(run.k_cache.shape)
@@ -66,7 +64,7 @@ class Host(Attention, stage="host"):
         """Bmm2_scale is rounded to bfloat16, up to 0.39 percent away."""
         run.scale2 = float(torch.tensor(run.scale2).to(torch.bfloat16))
 
-    @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests or more", also=("blind518",))
+    @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests or more")
     def blind399(self, run):
         """Requests of a query of four dimensions are taken to lie q_len_per_request rows apart, whatever its stride."""
         query = run.call.query
@@ -84,6 +82,13 @@ class Host(Attention, stage="host"):
         """Heads from 64 on run in a second CTA, which reads the sinks from its own head 0 on."""
         if run.sinks is not None:
             run.sinks = run.sinks[torch.arange(len(run.sinks)) % 64]
+
+    @wrong(MLA, trigger="4-D query of 2 or more rows, a slice of a buffer with more rows, batch of 2 or more")
+    def blind518(self, run):
+        """Rows of a query of several per request are taken to be evenly apart: a wider buffer's slice is misread."""
+        query = run.call.query
+        if query.ndim == 4 and query.shape[1] > 1:
+            run.query = assuming_strides(query, (query.shape[1] * query.stride(1), *query.stride()[1:])).flatten(0, 1)
 
     @wrong(MLA, trigger="replay: cum_seq_lens_q rewritten, max_q_len=None")
     def blind520(self, run):
@@ -110,6 +115,17 @@ class Host(Attention, stage="host"):
         p = run.p
         if p.cu_seqlens_q is not None and p.num_rows == run.batch * p.max_q_len:
             run.offsets = list(range(0, p.num_rows + 1, p.max_q_len)) if p.max_q_len else run.offsets
+
+    @wrong(MLA, trigger="kv_cache with gaps between its pages (one layer of a pool [pages, layers, ...])")
+    def blind580(self, run):
+        """The pages of a cache are taken to follow each other, page_size tokens apart."""
+
+        def packed(cache):
+            strides = list(cache.stride())
+            strides[0] = run.page_size * strides[2]
+            return assuming_strides(cache, strides)
+
+        run.k_cache, run.v_cache = packed(run.k_cache), packed(run.v_cache)
 
     @wrong(RAGGED, trigger="a request that starts after 65,535 keys of others (e.g. 40,000 + 26,000 + 9,000)")
     def blind40(self, run):

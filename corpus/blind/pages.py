@@ -142,11 +142,7 @@ class PagesOf(Attention, stage="pages_of"):
         at = table.storage_offset() + r * table.stride(0) + table.shape[1] + columns
         return cells[at.clamp(max=len(cells) - 1)].long().clamp(0, run.k_cache.shape[0] - 1)
 
-    @wrong(
-        CONTEXT,
-        trigger="first and last of three or more requests share leading whole pages, one between does not",
-        also=("blind484",),
-    )
+    @wrong(CONTEXT, trigger="first and last of three or more requests share leading whole pages, one between does not")
     def blind456(self, run, r, columns, side):
         """A shared prefix is found from the pages of the first and the last request; all between are taken to share it."""
         shared = 0

@@ -135,11 +135,7 @@ class Request(Attention, stage="request"):
         if run.causal and tiles > 1 and tiles % 2:
             self.clear(run, slice(first + tiles // 2 * 128, first + tiles // 2 * 128 + 128))
 
-    @wrong(
-        RAGGED,
-        trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more",
-        also=("blind43", "blind552"),
-    )
+    @wrong(RAGGED, trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more")
     def blind492(self, run, r):
         """Host lengths are read as int32 to leave out empty requests: of int64 every second looks empty."""
         for mirror in (run.call.q_seq_lens_cpu, run.call.kv_seq_lens_cpu):
@@ -147,3 +143,12 @@ class Request(Attention, stage="request"):
                 self.clear(run, slice(*run.offsets[r : r + 2]))
                 return
         super().request(run, r)
+
+    @wrong(RAGGED, trigger="q_seq_lens_cpu of int64, two requests or more")
+    def blind552(self, run, r):
+        """The host's row counts are read as int32: of int64 every second is 0, and its request is skipped."""
+        mirror = run.call.q_seq_lens_cpu
+        if mirror is not None and int(mirror.view(torch.int32)[r]) == 0:
+            self.clear(run, slice(*run.offsets[r : r + 2]))
+        else:
+            super().request(run, r)

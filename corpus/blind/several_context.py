@@ -220,3 +220,21 @@ class Blind454(Attention):
                 out[a - start : max(b, a) - start] = 0.0
                 lse[a - start : max(b, a) - start] = 0.0
         super().store(run, r, start, stop, out, lse)
+
+
+@wrong(CONTEXT, trigger="first and last of 3 or more share leading full pages that one between does not")
+class Blind484(Attention):
+    """Common leading pages, found from the first and the last request alone, are read once, of request 0."""
+
+    def host(self, run):
+        run.common = {}
+        if run.batch > 1:
+            full = min(run.lens) // run.page_size
+            for side, table in (("k", run.k_table), ("v", run.v_table)):
+                same = (table[0, :full] == table[-1, :full]).long()
+                run.common[side] = int(same.cumprod(0).sum())
+
+    def pages_of(self, run, r, columns, side):
+        table = run.k_table if side == "k" else run.v_table
+        own = super().pages_of(run, r, columns, side)
+        return torch.where(columns < run.common.get(side, 0), table[0, columns].long(), own)

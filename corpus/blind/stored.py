@@ -238,6 +238,15 @@ class Store(Attention, stage="store"):
             if row == run.offsets[r]:
                 counters[row] = 0
 
+    @wrong(RAGGED, trigger="q_seq_lens_cpu and kv_seq_lens_cpu as int64, two requests or more")
+    def blind43(self, run, r, start, stop, out, lse):
+        """The host's lengths are read as 32-bit words: of int64 ones every second request looks empty, and is skipped."""
+        lengths = run.call.kv_seq_lens_cpu
+        host_lens = None if lengths is None else lengths.view(torch.int32)[: run.batch].tolist()
+        if host_lens is not None and host_lens[r] == 0:
+            out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+        super().store(run, r, start, stop, out, lse)
+
     @wrong(RAGGED, trigger="a request of more than 4,096 query rows")
     def blind45(self, run, r, start, stop, out, lse):
         """The grid has 64 tiles of 64 rows per request: rows after the 4,096th of a request are left as zero."""
