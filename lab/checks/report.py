@@ -82,7 +82,7 @@ class Report:
     run: str = ""  #: a digest of everything that determines the verdicts; "" if the sources are unknown
     num_random: int = 0  #: number of random cases that were judged after the level's cases
     audited: int = 0  #: number of right cases that a process without the kernel's code judged again
-    profile: str = ""  #: name of the engine whose cases alone count, or ""
+    profile: str = ""  #: name of the engine if only the cases that it sends count, or ""
     functions: tuple[Interface, ...] = ()  #: the functions that have cases, even if none of their cases was begun
     unended: int = 0  #: number of left out cases that had begun before the time was over
     shard: str = ""  #: the part of the run that was judged, such as "3/8"; "" for the whole run

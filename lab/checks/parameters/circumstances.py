@@ -10,7 +10,7 @@ from lab.checks.parameters.values import Bound, DtypePair, HeadDims, Lengths, Lo
 Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of preference
 FEW_ROWS = 4  # least number of query rows of a request with several rows
 SMALL = HeadDims("64/64")
-WINDOW = 127  # shorter than the longest request, longer than most of the rest
+WINDOW = 127  # shorter than the longest request, longer than most other requests
 # Axes of sizes (so that cases are cheap) and of memory layouts: they have one value in all cases of a circumstance.
 KEPT = (
     *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),

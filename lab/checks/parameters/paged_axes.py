@@ -86,7 +86,7 @@ NO_SELECTION = "none"
 HEAD_PAGES = {NO_SELECTION: None, **{each.name.lower().replace("_", " "): each for each in HeadPages}}
 OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPages.NOT_LAST, HeadPages.SOME_NONE)]
 SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
-# Values of "lengths" with which no request is longer than the rest.
+# Values of "lengths" with which no request is longer than all other requests.
 WITHOUT_LONGEST = (Lengths.EQUAL, Lengths.FEWER, Lengths.AS_ROWS, Lengths.OF_THE_NEXT)
 MOST_LONG = 64  # most requests of a batch in which all except one are long
 ALL_KEYS = "all"  # value of "entries": rows see all keys instead of selected entries

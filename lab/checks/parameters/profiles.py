@@ -26,7 +26,7 @@ OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # features that count only fo
 
 @dataclass(frozen=True)
 class Parameter:
-    values: str  # texts separated by " | ", alone or after "any but "; "any" for every value, "" for none
+    values: str  # texts separated by " | ", or "any but " and such texts; "any" for every value, "" for none
     source: str  # file and lines in the engine's folder
     remark: str  # the forward modes that pass the values, or another remark
 

@@ -83,7 +83,7 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that combine each value of which all cases were declined with every value that has a judged case."""
+    """Yield cases that combine each value whose cases were all declined with every value that has a judged case."""
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:  # an axis has no judged value

@@ -147,7 +147,7 @@ def run_case(
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
             run.decline(failure_of_the_lab(limit or (memory_is_full(error) if is_of_memory(error) else sentence)))
-            by_lab, run.judged = True, 0  # what was compared before says nothing of the rest
+            by_lab, run.judged = True, 0  # the results that were compared before say nothing about the remaining ones
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
         run.declines, by_lab = [OTHERWISE_THAN_A_GPU], True

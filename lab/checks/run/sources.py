@@ -21,7 +21,7 @@ from lab.checks.run.verdicts import CaseVerdict, Key
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 
-# Suffixes of the files of which a kernel may consist.
+# Suffixes of the files that a kernel may have.
 SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
 MOST_NAMING_BYTES = 2**20  # size of the largest file that is searched for names of environment variables
 # Prefixes of environment variables that libraries read. They count even if no source names them.
