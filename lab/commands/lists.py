@@ -8,7 +8,7 @@ def checks(profile: ProfileKey = None) -> None:
 
     With --profile, list the values of each parameter that an engine sends, and the lines of the engine's code that send them.
     """
-    from lab.checks.parameters.profiles import profile_named
+    from lab.checks.parameters.profiles import profiles
     from lab.checks.properties import checks as catalogue
     from lab.reports.tables import table_of_lines, terminal, terminal_of
 
@@ -16,7 +16,7 @@ def checks(profile: ProfileKey = None) -> None:
         lines = [(check.key, check.name, check.catches) for check in catalogue()]
         terminal().print(terminal_of(table_of_lines(("key", "name", "finds"), lines)))
         return
-    engine = profile_named(profile)
+    engine = profiles()[profile]
     rows = [
         (functions, name, each.values or "not sent", each.remark, each.source)
         for functions, parameters in engine.functions.items()

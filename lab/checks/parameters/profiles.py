@@ -14,7 +14,7 @@ from lab.checks.explain.feature import Features
 from lab.checks.parameters.models import Configuration
 from lab.checks.run.verdicts import CaseVerdict
 from lab.files import read_json
-from lab.names import PROFILES, profile_name
+from lab.names import PROFILES
 from lab.recorded.case import RecordedCase
 from lab.workloads.interfaces import Interface
 
@@ -108,7 +108,3 @@ def profiles() -> Mapping[str, Profile]:
         rows = {names: {name: Parameter(*row) for name, row in rows.items()} for names, rows in of_functions}
         found[key] = Profile(**engine, functions=rows)
     return found
-
-
-def profile_named(key: str) -> Profile:
-    return profiles()[profile_name(key)]

@@ -27,7 +27,7 @@ from lab.checks import (
     judge,
 )
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.profiles import ALL_BUT, ANY, EVERY, profile_named, profiles
+from lab.checks.parameters.profiles import ALL_BUT, ANY, EVERY, profiles
 from lab.checks.run.verdicts import CheckedResult, Judged
 from lab.exit_status import ExitStatus
 from lab.metadata import ForwardMode
@@ -51,7 +51,7 @@ def senders(interface: Interface, case: Any) -> str:
 
 @pytest.mark.parametrize("key", ["sglang", "vllm"])
 def test_each_row_has_a_source_and_values_of_its_parameter(key: str) -> None:
-    for names, rows in profile_named(key).functions.items():
+    for names, rows in profiles()[key].functions.items():
         of_rows = [each for each in INTERFACES if names == EVERY or each.name.lower() in names.split()]
         assert names == EVERY or len(of_rows) == len(names.split())
         axes = [MODELS[each](Ranges()).axes for each in of_rows]
