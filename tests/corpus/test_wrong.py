@@ -3,19 +3,15 @@
 import inspect
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import corpus
 from corpus.kernels import BLIND, KERNELS, MUTANTS, kernel
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import CONTEXT, DECODE, MLA, MLA_METADATA, MLA_PREFILL, Model, wrong
-from lab.calls import DecodeCall
 from lab.workloads.interfaces import INTERFACES
-from tests.cases import decode_arguments, random_batch
 
 
 class Doubling(Model, interface=(DECODE,)):
@@ -95,20 +91,6 @@ def test_what_a_model_does_not_have_is_refused(made: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="'factor' is a stage of the model of Group"):
         type("Group", (Doubling,), {"factor": wrong()("The factor is another.")})
     assert made == {}
-
-
-def test_a_field_is_misread_where_the_defect_shows() -> None:
-    problem = DecodeCall(**decode_arguments(random_batch([1], [5]), out_dtype=None, bmm1_scale=0.25)).problem()
-    windowed, with_sinks = replace(problem, window_left=3), replace(problem, sinks=torch.zeros(4))
-
-    def scale(problem: Any, **attributes: Any) -> Any:
-        return type("Misreading", (SplitKV,), {}, **attributes)().misread(problem).bmm1_scale
-
-    assert scale(problem, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 2}) == 0.5
-    there: dict[str, Any] = {"instead": {"bmm1_scale": 1.0}, "where": lambda problem: problem.window_left >= 0}
-    assert (scale(problem, **there), scale(windowed, **there)) == (0.25, 1.0)
-    there = {"instead": {"bmm1_scale": 1.0}, "only_with": "sinks"}
-    assert (scale(problem, **there), scale(with_sinks, **there)) == (0.25, 1.0)
 
 
 def test_every_kernel_is_there_with_a_defect_and_its_functions() -> None:

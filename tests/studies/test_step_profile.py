@@ -135,21 +135,32 @@ def test_work_that_no_step_launched_keeps_the_gpu_busy_and_is_in_no_step() -> No
     assert (beside.gap_us, beside.gpu_activities) == (alone.gap_us, alone.gpu_activities)
 
 
-def test_steps_that_overlap_have_no_gap() -> None:
-    entries = [step(0, 0, 9), call(LAUNCH, 1, 1, 1), kernel(20, 50, 1)]
-    entries += [step(1, 10, 9), call(LAUNCH, 11, 1, 2), kernel(60, 30, 2, COPY_STREAM)]
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        # Step 1 begins before step 0 has ended: there is no gap.
+        (
+            [
+                *(step(0, 0, 9), call(LAUNCH, 1, 1, 1), kernel(20, 50, 1)),
+                *(step(1, 10, 9), call(LAUNCH, 11, 1, 2), kernel(60, 30, 2, COPY_STREAM)),
+            ],
+            (0, 0, 20),
+        ),
+        # A step ends with the last of its work to end, not to start: 20..70 beside 30..40, then 80..90 around 82..83.
+        (
+            [
+                *(step(0, 0, 9), call(LAUNCH, 1, 1, 1), call(COPY, 3, 1, 2)),
+                *(kernel(20, 50, 1), entry("gpu_memcpy", "Memcpy DtoD", 30, 10, COPY_STREAM, 2)),
+                *(step(1, 10, 9), call(LAUNCH, 11, 1, 3), call(COPY, 13, 1, 4)),
+                *(kernel(80, 10, 3), entry("gpu_memcpy", "Memcpy DtoD", 82, 1, COPY_STREAM, 4)),
+            ],
+            (10, 10, 20),
+        ),
+    ],
+)
+def test_a_step_lasts_from_the_last_end_to_the_last_end(entries: list[Any], expected: tuple[int, ...]) -> None:
     (facts,) = facts_of(entries)
-    assert (facts.gap_us, facts.idle_us, facts.step_us) == (0, 0, 20)
-
-
-def test_a_step_ends_with_the_last_of_its_work_to_end_not_to_start() -> None:
-    """Step 0: a kernel 20..70 and beside it a copy 30..40. Step 1: 80..90, and again a shorter one in it."""
-    entries = [step(0, 0, 9), call(LAUNCH, 1, 1, 1), call(COPY, 3, 1, 2)]
-    entries += [kernel(20, 50, 1), entry("gpu_memcpy", "Memcpy DtoD", 30, 10, COPY_STREAM, 2)]
-    entries += [step(1, 10, 9), call(LAUNCH, 11, 1, 3), call(COPY, 13, 1, 4)]
-    entries += [kernel(80, 10, 3), entry("gpu_memcpy", "Memcpy DtoD", 82, 1, COPY_STREAM, 4)]
-    (facts,) = facts_of(entries)
-    assert (facts.gap_us, facts.idle_us, facts.step_us) == (10, 10, 20)
+    assert (facts.gap_us, facts.idle_us, facts.step_us) == expected
 
 
 def test_which_calls_wait() -> None:
@@ -197,18 +208,15 @@ def test_a_profile_that_lacks_something_is_refused(entries: list[dict[str, Any]]
         read_profile(trace(*entries))
 
 
-@pytest.mark.parametrize("first", [0, 5, -1])
-def test_a_step_without_one_before_it_has_no_facts(first: int) -> None:
-    with pytest.raises(IncompleteProfileError, match=f"no facts from step {first} on"):
-        facts_of(running_ahead(5), first)
-
-
 def test_a_lost_kernel_is_noticed_unless_it_is_a_warm_up_steps() -> None:
     entries = running_ahead(5)
     lost = [each for each in entries if each["cat"] != "kernel" or each["ts"] != 50 + 50 * 1]
     with pytest.raises(IncompleteProfileError, match=r"have \[1, 2\] GPU activities"):
         facts_of(lost, 1)
     assert [each.step for each in facts_of(lost, 2)] == [2, 3, 4]
+    for first in (0, 5, -1):
+        with pytest.raises(IncompleteProfileError, match=f"no facts from step {first} on"):
+            facts_of(entries, first)
 
 
 def test_a_summary_has_medians_and_the_idle_share_of_all_time() -> None:

@@ -45,29 +45,6 @@ def test_a_faster_context_call_contradicts_24566_at_its_point() -> None:
     assert (found.where, found.figures) == ("1 × 1,024 keys, q 4", "10.0 → 20.0 µs")
 
 
-def test_24566_leaves_out_points_without_both_calls_and_says_what_was_skipped_and_declined() -> None:
-    recording = recorded("draft_extend_kernels")
-    recording["rows"] = [row for row in recording["rows"] if (row["arm"], row["q_len"]) != ("context", 32)]
-    recording["skipped"], recording["most_keys"] = recording["skipped"][:3], 1000
-    recording["declined"] = [{"arm": "context"}, {"arm": "context"}]
-    answer = judged(24566, recording)
-    assert "MHA, q 32" not in answer.aspects[0].by_group()
-    assert answer.missing[:2] == ("3 points of more than 1,000 keys.", "2 times, because these arms declined: context.")
-
-
-def test_mlas_calls_of_several_rows_stand_beside_24566_where_they_are_recorded() -> None:
-    mla = recorded("mla_decode")
-    mla["rows"] = [row for row in mla["rows"] if row["q_len"] == 1]
-    lacking = judged(24566, recorded("draft_extend_kernels"), mla)
-    assert lacking.notes == ()
-    assert "nor MLA's decode call with several rows" in lacking.missing[-1]
-    single = mla["rows"][0]
-    mla["rows"].append(single | {"q_len": 4, "median_us": 1234.5})
-    (note,) = judged(24566, recorded("draft_extend_kernels"), mla).notes
-    assert "4 rows takes 1,234 µs" in note
-    assert f"of one row {single['median_us']:,.1f}" in note
-
-
 # --- 25002
 
 
