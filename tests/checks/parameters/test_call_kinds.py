@@ -56,6 +56,11 @@ def test_the_full_level_has_each_form_of_a_kind_and_the_smoke_level_as_many_as_a
     assert [replace(case, top_k=0, entries=None, top_k_lens=False) for case in several] == plain[: len(several)]
     blocks = BLOCK_SPARSE.cases(list(balanced(SHORT, AttentionCall.DECODE, 5)), SHORT, None)
     assert {case.head_pages for case in blocks} == set(HeadPages)
+    for check in SINGLE_CALLS:
+        cases = [
+            each for each in check.cases(AttentionCall.MLA_DECODE, SHORT, Level.FULL) if isinstance(each, AttentionCase)
+        ]
+        assert {(case.entries, case.top_k_lens) for case in cases if case.top_k} == forms, check.key
 
 
 @pytest.mark.parametrize("pages", HeadPages)
