@@ -143,6 +143,14 @@ def test_a_refusal_names_no_argument_that_may_be_left_out() -> None:
     assert declined == "not on a Tuesday"
 
 
+def test_a_refusal_of_every_spelling_is_the_first_one() -> None:
+    def decode(**given: Any) -> None:
+        raise NotImplementedError("with a mask too" if "mask" in given else "no")
+
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
+    assert (verdict.outcome, verdict.judged.declines) == (Outcome.DECLINED, ("no",))
+
+
 def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
     def decode(query: Any, kv_cache: Any, **given: Any) -> Any:
         if "out" in given:

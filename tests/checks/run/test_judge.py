@@ -22,6 +22,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.recorded import RECORDED_CALLS
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress
+from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.exit_status import ExitStatus
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES
@@ -213,6 +214,13 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
     assert [verdict.check for verdict in told][:3] == ["K1", "K5", "M1"]
     assert [verdict.check for verdict in report.verdicts] == sorted(verdict.check for verdict in told)
     assert report.left_out == 0
+
+
+def test_only_a_known_failure_lets_a_wrong_case_pass() -> None:
+    entry = KnownFailure(FailingKernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong")
+    report = judged(twice_as_large_if(lambda **_: True), known_failures={"page#heading": (entry,)})
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.KNOWN}
+    assert report.is_right
 
 
 WINDOWS = replace(SMALL, windows=(True,))
