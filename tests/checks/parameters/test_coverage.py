@@ -97,15 +97,15 @@ def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
 def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> None:
     model = MODELS[interface](SMALL)
     whys = {rule.why for rule in model.rules} | {"several rules forbid it"}
+    possible = [goal for goal, why in model.why_not.items() if not why]
+    assert all(model.completed(dict(goal)) for goal in possible[::20])
     for goal, why in model.why_not.items():
-        values = dict(goal)
-        assert (model.completed(values) is None) == bool(why)
-        broken = {
-            rule.why
-            for rule in model.rules
-            if set(rule.axes) <= set(values) and not rule.fits(*(values[axis] for axis in rule.axes))
-        }
-        assert not why or why in (broken or whys)
+        if why:
+            values = dict(goal)
+            assert model.completed(values) is None
+            rules = [rule for rule in model.rules if set(rule.axes) <= set(values)]
+            broken = {rule.why for rule in rules if not rule.fits(*(values[axis] for axis in rule.axes))}
+            assert why in (broken or whys)
 
 
 def test_a_report_has_the_coverage_as_a_line_and_as_data() -> None:
