@@ -40,27 +40,26 @@ def leave_at_once(environment: dict[str, str]) -> None:
     leave()
 
 
-def segfault() -> None:
-    ctypes.string_at(0)
+def raising(error: BaseException) -> Callable[[], None]:
+    def deed() -> None:
+        raise error
 
-
-def raise_runtime_error() -> None:
-    raise RuntimeError("an unspecified launch failure")
-
-
-def raise_type_error() -> None:
-    len(5)  # type: ignore[arg-type]
+    return deed
 
 
 def raise_odd() -> None:
     raise Odd("out of cheese")
 
 
-def exit_politely() -> None:
-    sys.exit(3)
-
-
-DEEDS = {2: hang, 3: leave, 4: segfault, 5: raise_runtime_error, 6: raise_type_error, 8: raise_odd, 16: exit_politely}
+DEEDS: dict[int, Callable[[], object]] = {
+    2: hang,
+    3: leave,
+    4: lambda: ctypes.string_at(0),
+    5: raising(RuntimeError("an unspecified launch failure")),
+    6: lambda: len(5),  # type: ignore[arg-type]
+    8: raise_odd,
+    16: lambda: sys.exit(3),
+}
 
 
 def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
