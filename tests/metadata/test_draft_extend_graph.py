@@ -101,7 +101,7 @@ def test_what_survives_the_next_replay(device: str, name: str, second_lens: tupl
 
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_whatever_the_padding_holds_real_rows_are_the_same(device: str, name: str, form: DraftExtendOutput) -> None:
     model = new_model(device)
     drawn = draw(model, 5, 61, 40)

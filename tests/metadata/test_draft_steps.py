@@ -150,32 +150,18 @@ def test_eager_and_in_buffers_that_stay(draft: MultiStepDraft, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@given(
-    lens=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 70, 131]), min_size=1, max_size=6),
-    draft=st.sampled_from(every_draft()),
-    num_steps=st.integers(2, 8),
-    page_size=st.sampled_from([32, 64]),
-    dtype=st.sampled_from([torch.int32, torch.int64]),
-    flags=st.tuples(st.booleans(), st.booleans()),
-    schedule=st.sampled_from(Schedule),
-    spare=st.none() | st.integers(0, 3),
-)
+@given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=1000 if torch.cuda.is_available() else 20)
-def test_drawn_cases(
-    lens: list[int],
-    draft: MultiStepDraft,
-    num_steps: int,
-    page_size: int,
-    dtype: torch.dtype,
-    flags: tuple[bool, bool],
-    schedule: Schedule,
-    spare: int | None,
-    device: str,
-) -> None:
+def test_drawn_cases(data: st.DataObject, device: str) -> None:
     """Eagerly, or into buffers full of poison, with room for `spare` more requests."""
-    draft = replace(draft, speculative_num_steps=num_steps, schedule=schedule)
-    fields = {"index_dtype": dtype, "distinct_requests": flags[0], "host_seq_lens": flags[1]}
-    batch, pool = build(case_of(*lens, page_size=page_size, **fields), device)
+    draw = data.draw
+    lens = draw(st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 70, 131]), min_size=1, max_size=6))
+    draft, num_steps = draw(st.sampled_from(every_draft())), draw(st.integers(2, 8))
+    draft = replace(draft, speculative_num_steps=num_steps, schedule=draw(st.sampled_from(Schedule)))
+    dtype, page_size = draw(st.sampled_from([torch.int32, torch.int64])), draw(st.sampled_from([32, 64]))
+    flags = {name: draw(st.booleans()) for name in ("distinct_requests", "host_seq_lens")}
+    batch, pool = build(case_of(*lens, page_size=page_size, index_dtype=dtype, **flags), device)
+    spare = draw(st.none() | st.integers(0, 3))
     if spare is None:
         assert_eager_right(draft, batch, pool)
         return

@@ -166,68 +166,53 @@ def test_on_a_gpu(function: str, device: str) -> None:
     assert_same((out.cpu(), lse.cpu()), expected(batch))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    function=st.sampled_from(sorted(FUNCTIONS)),
-    lengths=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), min_size=1, max_size=4),
-    group=st.integers(1, 6),
-    num_kv_heads=st.integers(1, 3),
-    dims=st.sampled_from([(1, 1), (8, 8), (20, 20), (12, 8), (3, 2)]),
-    page_size=st.sampled_from([1, 4, 16, 32, 64]),
-    dtype=st.sampled_from([BF16, FP16, E4M3]),
-    window_left=st.sampled_from([-1, -1, 0, 3, 17]),
-    flags=st.tuples(*[st.booleans()] * 4),
-    piece_elements=st.sampled_from([1, 300, 5000, 2**26]),
-    tile_elements=st.sampled_from([1, 500, 2**19]),
-    seed=st.integers(0, 1000),
-)
-def test_any_call(
-    function: str,
-    lengths: list[tuple[int, int]],
-    group: int,
-    num_kv_heads: int,
-    dims: tuple[int, int],
-    page_size: int,
-    dtype: torch.dtype,
-    window_left: int,
-    flags: tuple[bool, bool, bool, bool],
-    piece_elements: int,
-    tile_elements: int,
-    seed: int,
-) -> None:
-    """Ragged rows and equal ones, and every rule that a function has, over poison, in pieces and tiles of any size."""
-    equal_rows, with_sinks, causal, other_form = flags
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, Arguments, tuple[Tensor, Tensor]]:
+    """A call with ragged or equal rows, and any rule that it has, over poison; and its truth."""
+    function, seed = draw(st.sampled_from(FUNCTIONS)), draw(st.integers(0, 1000))
+    lengths = draw(st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), min_size=1, max_size=4))
+    group, num_kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    dims = draw(st.sampled_from([(1, 1), (8, 8), (20, 20), (12, 8), (3, 2)]))
+    of_dtype: Arguments = {"dtype": draw(st.sampled_from([BF16, FP16, E4M3])), "seed": seed}
+    equal_rows, with_sinks, causal, other_form = draw(st.tuples(*[st.booleans()] * 4))
     q_lens, kv_lens = [max(lengths[0][0], 1), *(q for q, _ in lengths[1:])], [kv for _, kv in lengths]
     if equal_rows or (function == DECODE and other_form):
         q_lens = q_lens[:1] * len(q_lens)
     heads = (group * num_kv_heads, num_kv_heads)
-    rule: Arguments = {"bmm1_scale": 0.3, "bmm2_scale": 1.5}
-    form: Arguments = (
-        {}
-        if function == RAGGED
-        else {"page_size": page_size, "poison": math.nan, "foreign_id": 2**31 - 1, "seed": seed}
-    )
+    form: Arguments = {}
+    if function != RAGGED:
+        page_size = draw(st.sampled_from([1, 4, 16, 32, 64]))
+        form = {"page_size": page_size, "poison": math.nan, "foreign_id": 2**31 - 1, "seed": seed}
     if function in (DECODE, MLA):
         form["ragged"] = not equal_rows
     if function == MLA:
-        batch = latent_batch(q_lens, kv_lens, heads=group, rank=dims[1], rope=dims[0] - dims[1], dtype=dtype, seed=seed)
+        batch = latent_batch(q_lens, kv_lens, heads=group, rank=dims[1], rope=dims[0] - dims[1], **of_dtype)
     elif function == RAGGED:
-        batch = ragged_batch(q_lens, kv_lens, heads=heads, dims=dims, dtype=dtype, seed=seed)
+        batch = ragged_batch(q_lens, kv_lens, heads=heads, dims=dims, **of_dtype)
     else:
-        batch = random_batch(q_lens, kv_lens, heads=heads, head_dim=dims[0], dtype=dtype, seed=seed, magnitude=2.0)
+        batch = random_batch(q_lens, kv_lens, heads=heads, head_dim=dims[0], magnitude=2.0, **of_dtype)
         form |= {"kv_layout": "NHD" if other_form else "HND", "separate_tables": with_sinks != causal}
     is_causal = causal or function in (DECODE, MLA)
     if function in (CONTEXT, RAGGED):
         form["is_causal" if function == RAGGED else "causal"] = is_causal
     if function != MLA and is_causal:
-        form["window_left"] = window_left
+        form["window_left"] = draw(st.sampled_from([-1, -1, 0, 3, 17]))
+    rule: Arguments = {"bmm1_scale": 0.3, "bmm2_scale": 1.5}
     if with_sinks:
         rule["sinks"] = torch.linspace(-1, 2, batch.queries[0].shape[1])
     truth = expected(batch, causal=is_causal, window_left=form.get("window_left", -1), **rule)
+    return function, arguments_of(function, batch, **form, **rule), truth
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(calls(), st.sampled_from([1, 300, 5000, 2**26]), st.sampled_from([1, 500, 2**19]))
+def test_any_call(call: tuple[str, Arguments, tuple[Tensor, Tensor]], piece_elements: int, tile_elements: int) -> None:
+    """In pieces and tiles of any size."""
+    function, arguments, truth = call
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(softmax_attention.PIECE_ELEMENTS, "cpu", piece_elements)
         patch.setattr(softmax_attention, "TILE_ELEMENTS", tile_elements)
-        assert_same(run(function, arguments_of(function, batch, **form, **rule)), truth)
+        assert_same(run(function, arguments), truth)
 
 
 # --- where results go -------------------------------------------------------------------------------------------------

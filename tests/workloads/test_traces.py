@@ -220,17 +220,6 @@ def test_the_suffix_names_the_format(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv")
 
 
-def test_a_published_trace(request: pytest.FixtureRequest) -> None:
-    path = request.config.getoption("--lab-trace")
-    if path is None:
-        pytest.skip("no published trace at hand: pass --lab-trace PATH of a Mooncake (.jsonl) or Azure (.csv) file")
-    requests = read_trace(path)
-    assert len(requests) > 1000
-    lengths = snapshot(requests, 64)
-    assert len(lengths) == 64
-    assert min(lengths) > 0
-
-
 def test_own_trace_is_in_order() -> None:
     arrivals = [request.arrival_ms for request in own_trace()]
     assert arrivals == sorted(arrivals)
