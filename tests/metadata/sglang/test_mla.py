@@ -184,6 +184,8 @@ def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
         out_cache_loc=pad(served.batch.out_cache_loc, (0, sum(lens[2:]))),
         extend_seq_lens=padded.verify_lens,
         extend_seq_lens_cpu=lens,
+        extend_prefix_lens=None,
+        extend_prefix_lens_cpu=None,
     )
     engine.cache.storage[0] = 0.0  # the sink, which padding reads
     spec_info = SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=layout)
