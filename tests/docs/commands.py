@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tomllib
 import typer
 from typer.core import TyperCommand
 
@@ -34,8 +35,6 @@ OUTPUTS = ("--out", "--json", "--markdown", "--benchmark-json")
 # What a command line calls its scenarios and the modules that it loads.
 SCENARIOS = ("scenario", "against", "lab_scenario")
 MODULES = ("implementation", "first", "second", "lab_implementation", "lab_judge")
-# What a program that parses arguments calls: one of these, in its own file.
-PARSER_MAKERS = ("ArgumentParser",)
 
 
 class PageError(AssertionError):
@@ -134,15 +133,10 @@ def _script_of(module: str) -> str:
 
 
 def _check_script(script: str, arguments: Sequence[str]) -> None:
-    _refuse_without_parser(ROOT / script, arguments)
+    if "ArgumentParser(" not in (ROOT / script).read_text(encoding="utf-8"):  # it would run to its end here
+        raise PageError(f"{script} parses no arguments: run it, or do not show it")
     run = partial(runpy.run_path, str(ROOT / script), run_name="__main__")
     _check_namespace(vars(_parsed(run, script, arguments)))
-
-
-def _refuse_without_parser(path: Path, arguments: Sequence[str]) -> None:
-    """One that parses nothing would run to its end here."""
-    if not any(f"{maker}(" in path.read_text(encoding="utf-8") for maker in PARSER_MAKERS):
-        raise PageError(f"{path.name} parses no arguments: run it, or do not show it")
 
 
 class _Parsed(BaseException):
@@ -235,18 +229,14 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 def _check_pip(arguments: Sequence[str]) -> None:
     """Extras of this package alone, and whatever options; nothing is installed."""
-    declared = set(re.findall(r"^(\w+) = \[", _extras(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = set(project["optional-dependencies"])
     wanted = {extra for word in arguments for extra in re.findall(r"^\.\[([\w,]+)\]$", word)}
     for extra in (each for group in wanted for each in group.split(",")):
         if extra not in declared:
             raise PageError(f"pyproject.toml has no extra {extra!r}, it has {', '.join(sorted(declared))}")
     if not wanted and "." not in arguments:
         raise PageError("it installs something else than this package")
-
-
-def _extras() -> str:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
 
 
 def _only(*known: str) -> Callable[[Sequence[str]], None]:

@@ -159,6 +159,8 @@ def test_the_interval_is_that_of_its_level() -> None:
         ((90.0, 2.0), (100.0, 2.0), Speed.SLOWER),
         ((100.0, 2.0), (100.0, 2.0), Speed.SAME),
         ((100.0, 12.0), (90.0, 12.0), Speed.UNSURE),
+        ((100.0, 0.0), (104.0, 2.0), Speed.UNSURE),  # from just the minimum effect on
+        ((100.0, 0.0), (96.0, 2.0), Speed.UNSURE),
         ((100.0, 250.0), (10.0, 0.0), Speed.UNSURE),  # a quartile below 0: the ratio has no upper end
     ],
 )

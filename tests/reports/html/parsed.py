@@ -22,10 +22,13 @@ class ParsedTable:
     headings: list[str] = field(default_factory=list)
     rows: list[list[ParsedCell]] = field(default_factory=list)
 
+    def records(self) -> list[dict[str, ParsedCell]]:
+        """The cells of each row, by their headings."""
+        return [dict(zip(self.headings, row, strict=True)) for row in self.rows]
+
     def column(self, heading: str) -> list[ParsedCell]:
         """The cells under a heading."""
-        place = self.headings.index(heading)
-        return [row[place] for row in self.rows]
+        return [row[heading] for row in self.records()]
 
 
 class Page(HTMLParser):

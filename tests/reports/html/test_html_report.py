@@ -101,8 +101,7 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
     table = page.tables["verdicts"]
     checks = [(name, check) for name, content in reports for check in content["checks"]]
     assert len(table.rows) == len(checks) > 0
-    rows = [dict(zip(table.headings, cells, strict=True)) for cells in table.rows]
-    by_check = {tuple(row[name].text for name in ("run", "check", "function")): row for row in rows}
+    by_check = {tuple(row[name].text for name in ("run", "check", "function")): row for row in table.records()}
     for name, check in checks:
         cell = by_check[name, check_name(check["check"]), interface_of(check["interface"]).name.lower()]
         assert cell["verdict"].text == check["outcome"]
@@ -116,9 +115,8 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
 
 
 def test_every_verdict_is_in_the_matrix(page: Page) -> None:
-    table = page.tables["verdict-matrix"]
-    cells = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
-    by_function = {(row["run"].text, row["function"].text): row for row in cells}
+    matrix = page.tables["verdict-matrix"].records()
+    by_function = {(row["run"].text, row["function"].text): row for row in matrix}
     for name, content in contents():
         for check in content.get("checks", ()) if isinstance(content, dict) else ():
             row = by_function[name, interface_of(check["interface"]).name.lower()]
@@ -217,8 +215,7 @@ def test_every_benchmark_is_there_with_its_numbers(page: Page) -> None:
         assert {"scenario", "floor, µs", "time over floor"} <= set(table.headings)
         assert "implementation" in table.headings or "implementation" in page.common[f"run-{place}-gpu"]
         shown = sorted(
-            (row["scenario"].text, row["median, µs"].order, row["floor, µs"].order)
-            for row in (dict(zip(table.headings, cells, strict=True)) for cells in table.rows)
+            (row["scenario"].text, row["median, µs"].order, row["floor, µs"].order) for row in table.records()
         )
         recorded = sorted(
             (
@@ -237,10 +234,7 @@ def test_every_row_of_every_experiment_is_there_with_its_numbers(page: Page, fil
             if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
                 continue
             name = f"{record.name.replace('/', '-')}-{key}"
-            table = page.tables[name]
-            assert len(table.rows) == len(rows)
-            for row, cells in zip(rows, table.rows, strict=True):
-                shown = dict(zip(table.headings, cells, strict=True))
+            for row, shown in zip(rows, page.tables[name].records(), strict=True):
                 for heading, value in flattened(row).items():
                     if isinstance(value, int | float) and not isinstance(value, bool):
                         assert (
