@@ -190,3 +190,10 @@ class Solve(Attention, stage="solve"):
             after = lse.storage_offset() + row * lse.stride(0) + heads
             flat[after : after + -heads % 4] = 0
         lse.copy_(right)
+
+    @wrong(RAGGED, trigger="lse given with return_lse=False; only the lse is wrong", also=("blind585",))
+    def blind93(self, run):
+        """A given lse is written only where return_lse is True."""
+        if not run.call.return_lse:
+            run.lse = None
+        super().solve(run)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
@@ -280,7 +279,7 @@ class Mla(Attention, stage="mla"):
         """Return_lse_base='basee': the pass that multiplies by ln 2 covers batch_size rows, not all query rows."""
         problem = call.problem()
         out, lse = self.solved(call, problem)
-        if lse is not None and call.return_lse_base == "basee":
+        if lse is not None and call.lse_is_base_e:
             lse[: problem.batch_size] *= math.log(2.0)
         return call.returned(out, lse)
 
@@ -296,7 +295,7 @@ class Mla(Attention, stage="mla"):
     def blind517(self, call):
         """The LSE is turned to base e in a tensor of the kernel's own only: a given lse stays in base 2."""
         out, lse = self.solved(call, call.problem())
-        if call.lse is None and lse is not None and call.return_lse_base == "basee":
+        if call.lse is None and lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
 
@@ -313,16 +312,3 @@ class Blind129(Attention):
         buffer = self.kept.setdefault((out.shape, out.dtype), torch.empty_like(out))
         buffer.copy_(out)
         return (buffer, result[1]) if call.return_lse else buffer
-
-
-@wrong(RAGGED, trigger="lse given with return_lse=False; only the lse is wrong", also=("blind585",))
-class Blind93(Attention):
-    """A given lse is written only where return_lse is True."""
-
-    def _call(self, call):
-        problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse if call.return_lse else None)
-        if problem.num_rows:
-            self.solve(run)
-        return problem.returned(out, lse)

@@ -100,16 +100,15 @@ class Attention(Model):
         return problem.returned(*self.solved(call, problem))
 
     def solved(self, call, problem):
+        if getattr(problem, "selected", None) is not None:
+            raise NotImplementedError("this model has no rows that select entries")
         out, lse = problem.results()
         if problem.num_rows:
             self.solve(SimpleNamespace(call=call, p=problem, out=out, lse=lse))
         return out, lse
 
     def mla(self, call):
-        problem = call.problem()
-        if problem.selected is not None:
-            raise NotImplementedError("this model has no rows that select entries")
-        out, lse = self.solved(call, problem)
+        out, lse = self.solved(call, call.problem())
         if lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
