@@ -35,7 +35,6 @@ def damaged_bytes(content: bytes, dice: random.Random) -> Iterator[bytes]:
 
 
 def damaged_records(record: Any, dice: random.Random, count: int) -> Iterator[bytes]:
-    """Yield `count` JSON files of a record, each with one value replaced, left out or renamed."""
     yield from (json.dumps(each).encode() for each in damaged_values(record, dice, count))
 
 
@@ -64,7 +63,6 @@ def _changed(value: Any, place: tuple[Any, ...], dice: random.Random) -> Any:
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to each value of nested lists, tuples and dictionaries."""
     if place:
         yield place
     items = (

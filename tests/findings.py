@@ -15,11 +15,9 @@ class FindingsPage:
         self.numbers = [section.partition(".")[0] for section in self._sections]
 
     def code(self, number: str) -> str:
-        """Return the setup and a finding's code."""
         return _block(self._before, "python") + _block(self._section(number), "python")
 
     def printed(self, number: str) -> str:
-        """Return what the page says that a finding's code prints."""
         return _block(self._section(number), "text")
 
     def check_table(self) -> None:
@@ -34,6 +32,5 @@ class FindingsPage:
 
 
 def _block(text: str, language: str) -> str:
-    """Return a text's one block of a language."""
     (source,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(source)

@@ -96,7 +96,6 @@ class Mutation:
 
 
 def sample(room: str, count: int, seed: int) -> list[Mutation]:
-    """Draw places of a room, and one mutation of each."""
     rng = random.Random(f"{seed} {room}")
     files = sorted({path for pattern in ROOMS[room].sources for path in ROOT.glob(pattern)})
     places = [(path, choices) for path in files for choices in mutable_places(path.read_text(encoding="utf-8"))]
@@ -126,7 +125,6 @@ def mutable_places(text: str) -> list[list[tuple[str, int]]]:
 
 
 def _annotations(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the places where annotations start and end."""
     for node in ast.walk(ast.parse(text)):
         for name in ("annotation", "returns"):
             if (each := getattr(node, name, None)) is not None:
@@ -234,7 +232,6 @@ def run(mutations: Sequence[Mutation], known: dict[str, str], workers: int, out:
 
 
 def summary(mutations: Sequence[Mutation], known: dict[str, str]) -> Iterator[str]:
-    """Yield a line for each room: how many of its mutations that change something are seen."""
     for room in dict.fromkeys(each.room for each in mutations):
         counts = Counter(
             "equal" if each.key in EQUAL else known.get(" | ".join(each.key), "not run")

@@ -100,7 +100,6 @@ def modules_of_lab() -> dict[str, set[str]]:
 
 
 def _module(imported: str, names: Container[str]) -> str:
-    """Return the module that a name of an import is, or is in."""
     return imported if imported in names else parent if (parent := imported.rpartition(".")[0]) in names else ""
 
 

@@ -34,7 +34,6 @@ for program, packages in json.loads(sys.argv[1]):
 
 
 def declared(table: str) -> dict[str, str]:
-    """The lists of a table of pyproject.toml, as text."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split(f"[{table}]\n", 1)[1]
     return dict(re.findall(r"^([\w-]+) = \[((?:[^\]\[]|\[\w[\w,]*\])*)\]", text, re.MULTILINE))
 

@@ -28,8 +28,6 @@ def trtllm_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, block_t
 
 
 def of_module(module: str) -> Callable[[], None]:
-    """A function that says it is defined there."""
-
     def fn() -> None: ...
 
     fn.__module__ = module

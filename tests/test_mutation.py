@@ -70,8 +70,6 @@ def test_every_room_has_sources_and_tests() -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Copy]:
-    """Return what makes a copy of a checkout with one room of one module, and one test with this body."""
-
     def made(body: str) -> Copy:
         checkout, folder = tmp_path / "checkout", tmp_path / "copy"
         for each in (checkout / "room", checkout / "tests", folder):

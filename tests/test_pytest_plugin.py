@@ -54,7 +54,6 @@ def _imported() -> None:
 
 @pytest.fixture
 def elsewhere(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A repository with the kernels, and a test of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path / "cache"))
     pytester.makepyfile(kernels=KERNELS, test_own="def test_own(): pass")
     return pytester
@@ -114,7 +113,6 @@ def test_the_fixture_shows_the_tests_line_and_no_source_of_the_lab(elsewhere: py
 
 @pytest.mark.parametrize(("kernel", "outcome"), [("right", "passed"), ("wrong", "failed")])
 def test_a_narrow_kernel_is_judged_on_what_it_takes(elsewhere: pytest.Pytester, kernel: str, outcome: str) -> None:
-    """Nobody names the axes."""
     done = run(elsewhere, f"--lab-judge kernels.py:{kernel} {NARROW_BUT_TAKEN} -k K4-")
     done.assert_outcomes(**{outcome: 1}, deselected=len(checks_of_decode()) - 1)
     taken = "--lab-head-dims 128 --lab-page-sizes 64"

@@ -15,7 +15,6 @@ from tests.checks.small import SMALL
 
 
 def read(options: str) -> Ranges:
-    """As a command line would."""
     chosen: dict[str, Any] = {}
     words = shlex.split(options)
     while words:

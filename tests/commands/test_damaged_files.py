@@ -54,7 +54,6 @@ def experiment() -> dict[str, Any]:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Callable[[Path], Iterator[list[str]]]:
-    """Return a function that yields each command line that reads a file."""
     report().write(good := tmp_path / "good.json")
     newer = {**ENVIRONMENT, "packages": {"flashinfer-python": "0.7.3"}}
     replace(report(), environment=newer).write(tmp_path / "newer.json")

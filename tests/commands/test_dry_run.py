@@ -26,7 +26,6 @@ def record(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
 
 
 def calls_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the one call of each pass."""
     return {each["pass"]: call for each in found["passes"] for call in each["calls"]}
 
 

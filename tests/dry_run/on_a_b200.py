@@ -48,7 +48,6 @@ def told_by(module: str, function: str, folder: str) -> Any:
 
 
 def tensor_map(launch: Launch, member: str) -> TensorMap:
-    """Return a launch's TMA descriptor, by FlashInfer's name."""
     return next(each for each in launch.tma if each.member == member)
 
 

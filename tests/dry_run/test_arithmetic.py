@@ -50,7 +50,6 @@ def test_e4m3_with_scales_on_the_device(function: str, out_dtype: torch.dtype) -
 
 
 def with_key_offsets(change: Callable[[Tensor], Tensor]) -> Callable[[Arguments], Arguments]:
-    """The same call with offsets of changed lengths."""
     return lambda given: given | {"cum_seq_lens_kv": exclusive_cumsum(change(given["seq_lens"]))}
 
 

@@ -46,7 +46,6 @@ def mapped(name: str, function: Callable[[Any], Any]) -> Change:
 
 
 def other_order(cache: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """K and V with the strides of heads and tokens exchanged."""
     return tuple(
         side.as_strided(side.shape, (side.stride(0), side.stride(2), side.stride(1), side.stride(3))) for side in cache
     )
@@ -103,7 +102,6 @@ def build(case: ForwardCase | MLACase) -> Any:
 
 
 def is_right(forward: Any) -> bool:
-    """Run a pass, and tell whether it gives its truth; a launch that cannot be followed is wrong."""
     out = forward.new_out()
     try:
         with machine("b200", computes=True):

@@ -78,7 +78,6 @@ def test_mha(case: ForwardCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in mha_cases() if case.decode_splits > 1], ids=repr)
 def test_mha_divided_by_length(case: ForwardCase) -> None:
-    """A launch for each part, which together have all requests."""
     launches, _ = launched(build_forward(case, CPU))
     assert len(launches) == case.decode_splits
     assert sum(launch.params.batch_size for launch in launches) == len(case.q_lens)
@@ -86,7 +85,6 @@ def test_mha_divided_by_length(case: ForwardCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in mha_cases() if case.context_parallel > 1], ids=repr)
 def test_mha_dealt_to_ranks(case: ForwardCase) -> None:
-    """A launch for each rank, over twice the requests."""
     forward = build_forward(case, CPU)
     launches, _ = launched(forward)
     for shard, launch in zip(forward.shards, launches, strict=True):
@@ -104,7 +102,6 @@ def test_mha_dealt_to_ranks(case: ForwardCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in quantised_cases(Ranges(), 64) if case.query_dtype], ids=repr)
 def test_mha_over_quantised_caches(case: ForwardCase) -> None:
-    """Queries are cast to e4m3, and over NVFP4 the output is."""
     forward = build_forward(case, CPU)
     launches, _ = launched(forward)
     dtypes = "QE4m3KvE2m1OE4m3" if case.kv_dtype == torch.uint8 else "QkvE4m3OBfloat16"
@@ -115,7 +112,6 @@ def test_mha_over_quantised_caches(case: ForwardCase) -> None:
 
 
 def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths: list[int], out: Tensor) -> None:
-    """Hold a launch to the metadata of the requests that it is for."""
     case, metadata, layer = forward.case, forward.metadata, forward.layer
     first, row, is_decode = planned.first_request, planned.first_row, planned.call is AttentionCall.DECODE
     table = metadata.swa_page_table if case.sliding_window else metadata.page_table
@@ -185,7 +181,6 @@ def test_mla(case: MLACase) -> None:
 
 
 def hold_mla(launch: Launch, forward: MLAPass, out: Tensor) -> None:
-    """Hold a launch to the metadata of a pass; rows that are padded lie in buffers of their own."""
     case, metadata, layer = forward.case, forward.metadata, forward.layer
     cache, table = forward.cache.with_head_axis(), metadata.block_kv_indices
     own = metadata.query_layout is QueryLayout.VIEW
@@ -295,7 +290,6 @@ def test_padded_rows_of_graphs(case: Any) -> None:
 
 
 def test_all_modes_are_launched() -> None:
-    """No mode that computes attention is missing above."""
     launched = {case.mode for case in itertools.chain(mha_cases(), MLA_CASES)} | {ForwardMode.EXTEND}
     same_calls = {ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND}  # as EXTEND's
     assert launched | same_calls == set(ForwardMode) - {ForwardMode.IDLE, ForwardMode.PREBUILT}

@@ -142,7 +142,6 @@ def test_a_pass_over_two_pools(case: MLACase) -> None:
 
 
 def over_two_pools(**values: Any) -> Any:
-    """The call of a configuration, and what is expected of it."""
     return built_call(Configuration(AttentionCall.DSV4_DECODE, values, 1), Ranges(), torch.device("cpu"))
 
 
@@ -213,7 +212,6 @@ def test_a_block_sparse_pass(mode: ForwardMode) -> None:
 
 
 def entries(q_lens: list[int], kv_lens: list[int], heads: int = 8, rope: int = 64, **changes: Any) -> Arguments:
-    """An MLA decode of selected entries, every row of which has some."""
     drawn = {name: changes.pop(name) for name in ("dtype", "kv_dtype") if name in changes}
     batch = latent_batch(q_lens, kv_lens, heads=heads, rank=512, rope=rope, **drawn)
     columns = [
@@ -278,7 +276,6 @@ def test_an_entry_outside_the_pool_is_found() -> None:
 
 
 def pages(batch_kv_lens: list[int], page_size: int, num_kv_heads: int) -> list[list[list[int]]]:
-    """Head h selects every (h + 1)-th page, from the last page on."""
     counts = [-(-kv_len // page_size) for kv_len in batch_kv_lens]
     return [[sorted(range(count - 1, -1, -(head + 1))) for count in counts] for head in range(num_kv_heads)]
 

@@ -28,7 +28,6 @@ def test_every_so_many_th_call_agrees(gpu: str) -> None:
 
 
 def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:
-    """The verdict on the plain call with some values of its axes."""
     point = SWEPT[call].model.completed(values)
     assert point is not None
     with sweep.unguarded_machine("b200") as gpu:

@@ -32,7 +32,6 @@ def dumps(recorded_once: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
-    """`FakeGraph` in the place of torch's class."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: FakeGraph.captured is not None)

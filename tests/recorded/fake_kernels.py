@@ -18,8 +18,6 @@ from tests.recorded.record_calls import decode_arguments
 
 
 class FakeGraph:
-    """Stands for `torch.cuda.CUDAGraph`."""
-
     captured: "FakeGraph | None" = None  # the graph that is captured
 
     def __init__(self) -> None:
@@ -40,7 +38,6 @@ class FakeGraph:
 
 
 def launch(kernel: Callable[[], object]) -> None:
-    """Run a kernel, or add it to the graph that is captured."""
     if FakeGraph.captured is None:
         kernel()
     else:

@@ -35,7 +35,6 @@ def decode_arguments(**changes: Any) -> dict[str, Any]:
 
 
 def several_rows(**changes: Any) -> dict[str, Any]:
-    """Make the arguments of a decode with two rows of each request."""
     arguments = decode_arguments(q_len_per_req=2)
     return arguments | {"query": arguments["query"].repeat_interleave(2, dim=0)} | changes
 
@@ -66,7 +65,6 @@ def ragged_arguments(**changes: Any) -> dict[str, Any]:
 
 
 def latent_arguments(**changes: Any) -> dict[str, Any]:
-    """Make the arguments of an MLA decode of two requests."""
     draw = torch.Generator().manual_seed(4)
     arguments = {
         "query": torch.randn(2, 1, HEADS, 80, generator=draw).to(torch.bfloat16),

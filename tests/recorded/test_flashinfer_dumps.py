@@ -44,7 +44,6 @@ def test_calls_are_read_as_the_labs_own_recorder_has_them(recorded_once: Path) -
 
 
 def _as_replays(path: Path, count: int) -> None:
-    """Make an eager call's folder look like that of a captured call with replays."""
     record = json.loads((path / METADATA).read_text().splitlines()[-1])
     for replay in range(1, count + 1):
         snapshot = path / REPLAYS / f"flush_{replay:04d}"

@@ -18,7 +18,6 @@ from tests.recorded.write_calls import write_call
 
 
 def _written(folder: Path, *calls: tuple[str, dict[str, Any]]) -> Path:
-    """Write calls in the order of time; the writer makes one call of a name."""
     for number, (function, arguments) in enumerate(calls):
         (path,) = write_call(folder / "one", function, arguments, (torch.zeros(1),)).iterdir()
         path.rename(folder / f"{number}{path.name}")

@@ -45,7 +45,6 @@ class _LocalText(str):
 
 
 def _write(folder: Path, arguments: Mapping[str, Any], function: str = DECODE, **about: Any) -> Path:
-    """Write a call with its results, as the references return them."""
     returned = getattr(references, function)(**arguments)
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
     folder.mkdir(exist_ok=True)
@@ -100,7 +99,6 @@ def test_a_call_of_each_kind_is_read_as_it_was(recording: tuple[Path, list[Path]
 
 
 def _pages_of(side: torch.Tensor, pages: tuple[int, ...] | None) -> torch.Tensor:
-    """Return some pages of a pool, with the pool's strides."""
     assert pages is not None
     kept = torch.empty_strided((len(pages), *side.shape[1:]), side.stride(), dtype=side.dtype)
     for number, page in enumerate(pages):
@@ -312,7 +310,6 @@ def test_pages_that_share_memory_lose_their_strides(
 
 
 def _size_bytes(*values: Any) -> int:
-    """Return the size of the elements of all tensors in nested tuples and lists."""
     parts = [_size_bytes(*each) if isinstance(each, tuple | list) else getattr(each, "nbytes", 0) for each in values]
     return sum(parts)
 
@@ -413,7 +410,6 @@ def one_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(call: Path, folder: Path, number: int) -> Path:
-    """Copy a call as the call with another number, and return the copy."""
     return Path(shutil.copy(call, folder / call.name.replace("call000007", f"call{number:06}")))
 
 

@@ -51,7 +51,6 @@ for _ in range(3):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Path:
-    """The folder of a server, with a `sitecustomize` of its own."""
     folder = tmp_path / "server"
     folder.mkdir()
     (folder / "server_kernels.py").write_text(KERNELS)

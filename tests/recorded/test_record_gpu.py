@@ -22,7 +22,6 @@ NAME = "trtllm_batch_decode_with_kv_cache"
 
 @pytest.fixture(params=["flashinfer.decode", "lab.kernels.portable"])
 def home(request: pytest.FixtureRequest) -> Any:
-    """A module with a decode function."""
     pytest.importorskip("triton")
     pytest.importorskip(request.param.partition(".")[0])
     return importlib.import_module(request.param)

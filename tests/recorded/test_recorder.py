@@ -382,8 +382,6 @@ def test_calls_of_several_threads_are_all_recorded(engine: Engine) -> None:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the operations that torch runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

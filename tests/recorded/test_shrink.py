@@ -61,8 +61,6 @@ def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any)
 
 
 class Program(NamedTuple):
-    """A program, and the tensors in the file that it reads."""
-
     text: str
     saved: Mapping[str, Tensor]
 
@@ -188,7 +186,6 @@ def test_a_result_without_rows_is_not_right() -> None:
 
 
 def _rows(call: RecordedCall) -> Tensor:
-    """Return the references' output, [rows, heads, head_dim]."""
     returned = _right(call)(**call.arguments())
     return (returned[0] if isinstance(returned, tuple) else returned).flatten(0, -3)
 
@@ -218,16 +215,6 @@ def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
             whole.given.get("mask") is None
         ):  # without the rows before them, a mask hides no key that is before the draft
             assert torch.equal(_rows(last_rows), of_last[-width:])
-
-
-def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:
-    table = int32([4, 0, 0], [8, 2, 0], [4, 1, 7])  # of 1, 2 and 3 pages
-    by_table, by_id = fewer_pages(decode(block_tables=table))
-    assert by_table.given["block_tables"].tolist() == [[0, 0, 0], [1, 2, 0], [0, 3, 4]]
-    assert by_id.given["block_tables"].tolist() == [[2, 0, 0], [4, 1, 0], [2, 0, 3]]
-    assert list(fewer_pages(by_table)) == []
-    (again,) = fewer_pages(by_id)  # by the table; in its old order there is nothing to change
-    assert torch.equal(again.given["block_tables"], by_table.given["block_tables"])
 
 
 def test_rows_of_no_request_are_left_out() -> None:
@@ -566,7 +553,6 @@ def test_the_error_that_an_engines_call_raised_is_in_the_issue_and_no_name_is_co
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
-    """In a process of its own, with a wrong FlashInfer."""
     write_repro(tmp_path, decode(bmm2_scale=2.0), Fault(Reason.OUTPUT, ""), {})
     assert (tmp_path / "repro.pt").exists()
     (package := tmp_path / "flashinfer").mkdir()
