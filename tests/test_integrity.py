@@ -258,6 +258,15 @@ def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.
     assert noted.is_current()
 
 
+def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:
+    names = {"alone": callback}
+    noted = Bindings([("module.alone", names, "alone", callback)])
+    names["new"] = set_to
+    assert noted.changes() == []
+    del names["alone"]
+    assert noted.changes() == ["module.alone"]
+
+
 def test_the_sentence_names_three_and_counts_the_others(noted: Bindings) -> None:
     assert "it changed a, b, c and 2 more, by which" in in_words(list("abcde"))
     restore = CHANGES["torch's default dtype"]()
