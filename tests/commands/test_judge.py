@@ -59,22 +59,29 @@ def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("Right ")
 
 
-def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
+def test_what_is_wrong_ends_in_1_and_is_written_and_judged_again_with_the_exit_status_of_a_bisection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "report.json"
     assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
     report = json.loads(out.read_text())
     assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
-    wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
     said = capsys.readouterr().out
-    assert any(f"reproduce with: lab judge --case {out}#{case['number']}" in said for case in wrong)
     assert said.startswith("Wrong in ")
-    assert wrong
     assert re.search("The output is wrong wherever .*a window hides keys of a request", said)
     answer, broken, reach, *_ = said.splitlines()
     assert report["diagnosis"]["sentence"] == f"{answer} {broken}"
     assert report["diagnosis"]["reach"] == reach.strip()
+    (number,) = re.findall(rf"reproduce with: lab judge --case {re.escape(str(out))}#(\d+)", said)
+    assert int(number) in [case["number"] for case in report["cases"] if case["outcome"] == "wrong"]
+    assert run(["judge", "--case", f"{out}#{number}"]) == 1
+    assert "K3 of trtllm_batch_decode_with_kv_cache is wrong" in capsys.readouterr().out
+    assert run(["judge", "lab.references", "--case", f"{out}#{number}", "--in-process"]) == 0
+    assert run(["judge", "tests.checks.nowhere", "--case", f"{out}#{number}", "--in-process"]) == 125
+    assert "tests.checks.nowhere cannot be imported" in capsys.readouterr().err
+    for mistake in (f"{out}#999", str(out), f"{tmp_path}/none.json#1"):
+        assert run(["judge", "--case", mistake]) == 2
+    assert "has no case 999: it has " in capsys.readouterr().err
 
 
 def test_a_profile_judges_only_what_its_engine_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,22 +348,6 @@ def test_known_findings_are_shown_and_right(
     assert "known: page#heading" in capsys.readouterr().out
 
 
-def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "report.json"
-    assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
-    (wrong,) = re.findall(rf"reproduce with: lab judge --case {re.escape(str(out))}#(\d+)", capsys.readouterr().out)
-    assert run(["judge", "--case", f"{out}#{wrong}"]) == 1
-    assert "K3 of trtllm_batch_decode_with_kv_cache is wrong" in capsys.readouterr().out
-    assert run(["judge", "lab.references", "--case", f"{out}#{wrong}", "--in-process"]) == 0
-    assert run(["judge", "tests.checks.nowhere", "--case", f"{out}#{wrong}", "--in-process"]) == 125
-    assert "tests.checks.nowhere cannot be imported" in capsys.readouterr().err
-    for mistake in (f"{out}#999", str(out), f"{tmp_path}/none.json#1"):
-        assert run(["judge", "--case", mistake]) == 2
-    assert "has no case 999: it has " in capsys.readouterr().err
-
-
 def test_a_case_is_of_the_kernel_in_the_folder_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,10 +384,9 @@ def test_another_run_that_writes_the_same_report_is_named(tmp_path: Path) -> Non
             out.write_text("{}")
         found.append(progress)
 
+    ranges = Ranges(longest=40, head_dims=(64,), page_sizes=(16,), groups=(2,), num_kv_heads=(1,), q_lens=(1,))
     for is_rival in (True, False):
-        report = judge(
-            "tests.checks.someone_elses", only="K12", drawn=0, ranges=Ranges(longest=40), out=out, progress=others
-        )
+        report = judge("tests.checks.someone_elses", only="K12", drawn=0, ranges=ranges, out=out, progress=others)
         assert any(line.startswith("another run wrote") for line in notes(report)) is is_rival
 
 

@@ -106,8 +106,9 @@ def _pages_of(side: torch.Tensor, pages: tuple[int, ...] | None) -> torch.Tensor
     return kept
 
 
-def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path) -> None:
-    arguments = decode_arguments()
+@pytest.mark.parametrize("kind", ["decode", "decode, NHD"])
+def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path, kind: str) -> None:
+    arguments = CALLS[kind].arguments()
     arguments["block_tables"][0, 1], arguments["block_tables"][1, 2] = -1, 1000
     call = own_form.read(_write(tmp_path, arguments))
     tables, lengths = arguments["block_tables"], arguments["seq_lens"]
