@@ -23,7 +23,6 @@ CALL_TYPES: dict[str, Any] = {
 }
 SINKS, TWO_SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5]), torch.tensor([0.5, -1.0])
 TREE = pack_mask([[[column in (0, row) for column in range(5)] for row in range(5)]] * 3)
-OTHER_TREE = pack_mask([[[column <= row and column != 2 for column in range(5)] for row in range(5)]] * 3)
 # Of each function: query rows, of each request or of all, and keys; sizes; and arguments.
 USUAL: dict[str, tuple[Any, tuple[int, ...], Arguments, Arguments]] = {
     DECODE: (1, (16, 33, 5), {"head_dim": 64}, {"out_dtype": None}),

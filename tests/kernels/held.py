@@ -15,6 +15,10 @@ ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
 FLOAT32_SUMS = 1e-5
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def on(device: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(on(device, each) for each in value)

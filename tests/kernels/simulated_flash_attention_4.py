@@ -6,7 +6,6 @@ Its parameters, checks and shapes are those of `flash_attn/cute/interface.py`; t
 import inspect
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +17,10 @@ from tests.kernels.simulated import attend_request, paged
 
 @dataclass
 class SimulatedFlashAttention4:
-    """Stands in for `_flash_attn_fwd`; `change` may tamper with its arguments.
+    """Stands in for `_flash_attn_fwd`."""
 
-    Attributes:
-        major: compute capability of the simulated GPU.
-        change: of the arguments, before they are used.
-        calls: arguments as passed, of every call.
-    """
-
-    major: int = 9
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    major: int = 9  # of the GPU's capability
+    calls: list[dict[str, Any]] = field(default_factory=list)  # arguments as passed
 
     def installed_function(self, part: str, name: str, written_for: str, keywords: frozenset[str]) -> Any:
         """Stand in for `lab.kernels.flashinfer_call.installed_function`."""
@@ -38,7 +30,7 @@ class SimulatedFlashAttention4:
 
     def __call__(self, **arguments: Any) -> Any:
         self.calls.append(arguments)
-        return self._forward(**self.change(arguments))
+        return self._forward(**arguments)
 
     def _forward(
         self,

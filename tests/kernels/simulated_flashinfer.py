@@ -31,19 +31,11 @@ WRAPPERS = (DECODE_WRAPPER, PREFILL_WRAPPER, MLA_WRAPPER, RAGGED_WRAPPER)
 
 @dataclass
 class SimulatedFlashInfer:
-    """Stands in for `lab.kernels.flashinfer_call.installed`. The real signatures are bound in each call, plan and run.
+    """Stands in for `lab.kernels.flashinfer_call.installed`. The real signatures are bound in each call, plan and run."""
 
-    Attributes:
-        major: of the GPU's capability.
-        change: tampers with the arguments of a call or a plan before they are used.
-        calls: (function, arguments as passed) of every call.
-        plans: arguments of every plan with those of its wrapper, whose name is "wrapper"; and runs of every run.
-    """
-
-    major: int = 9
-    change: Callable[[Arguments], Arguments] = lambda arguments: arguments
-    calls: list[tuple[str, Arguments]] = field(default_factory=list)
-    plans: list[Arguments] = field(default_factory=list)
+    major: int = 9  # of the GPU's capability
+    calls: list[tuple[str, Arguments]] = field(default_factory=list)  # (function, arguments as passed)
+    plans: list[Arguments] = field(default_factory=list)  # with the arguments of the wrapper, whose name is "wrapper"
     runs: list[Arguments] = field(default_factory=list)
 
     def installed(self, module: str, name: str) -> tuple[Any, inspect.Signature]:
@@ -56,7 +48,7 @@ class SimulatedFlashInfer:
 
         def function(**arguments: Any) -> Any:
             self.calls.append((name, arguments))
-            bound = signature.bind(**self.change(arguments))
+            bound = signature.bind(**arguments)
             bound.apply_defaults()
             return self.call(real, bound.arguments)
 
@@ -81,7 +73,7 @@ class SimulatedFlashInfer:
                 bound = inspect.signature(getattr(real, "_plan_impl", real.plan)).bind(None, *args, **arguments)
                 bound.apply_defaults()
                 self.plans.append(dict(bound.arguments) | how | {"wrapper": real.__name__})
-                state.update(self.change(self.plans[-1]))
+                state.update(self.plans[-1])
 
             def run(*args: Any, **arguments: Any) -> Any:
                 bound = inspect.signature(real.run).bind(None, *args, **arguments)

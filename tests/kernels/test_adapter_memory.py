@@ -14,7 +14,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.gpus import Capability
 from lab.kernels import trtllm
 from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
-from tests.kernels.adapter_calls import SM90, SM100, SM103, SM120, context, decode, mla, ragged
+from tests.kernels.adapter_calls import SM90, SM100, SM120, context, decode, mla, ragged
 from tests.kernels.conftest import Simulate
 
 SCRATCH = 4 * 2**20
@@ -68,28 +68,22 @@ def place(part: Tensor, workspace: Tensor) -> tuple[int, int]:
     return part.data_ptr() - workspace.data_ptr(), part.nbytes
 
 
-@pytest.mark.parametrize("capability", [SM100, SM103])
-@pytest.mark.parametrize("name", COUNTING)
-def test_trtllm_gen_is_handed_the_scratch_and_counts_in_the_zeros(on: On, name: str, capability: Capability) -> None:
-    flashinfer, workspace = on(capability), new_workspace()
-    getattr(trtllm, name)(**CALLS[name](workspace_buffer=workspace))
-    (call,) = flashinfer.calls
-    assert place(call["workspace_buffer"], workspace) == (SEMAPHORE_BYTES, SCRATCH)
-    assert place(call["multi_ctas_kv_counter_buffer"], workspace) == (0, SEMAPHORE_BYTES)
+@pytest.mark.parametrize("name", CALLS)
+def test_trtllm_gen_gets_the_scratch_and_counts_in_the_zeros(on: On, name: str) -> None:
+    flashinfer, workspace, counters = on(SM100), new_workspace(), torch.zeros(1024, dtype=torch.int32)
+    getattr(trtllm, name)(**posed(name, workspace))
     assert not workspace[:SEMAPHORE_BYTES].any()
-
-
-def test_the_ragged_call_is_handed_the_scratch(on: On) -> None:
-    flashinfer, workspace = on(SM100), new_workspace()
-    trtllm.prepare_trtllm_ragged_attention_deepseek(**new_tokens(workspace))()
     assert place(flashinfer.calls[0]["workspace_buffer"], workspace) == (SEMAPHORE_BYTES, SCRATCH)
-    assert not workspace[:SEMAPHORE_BYTES].any()
+    if name in COUNTING:
+        assert place(flashinfer.calls[0]["multi_ctas_kv_counter_buffer"], workspace) == (0, SEMAPHORE_BYTES)
+        getattr(trtllm, name)(**CALLS[name](multi_ctas_kv_counter_buffer=counters))
+        assert flashinfer.calls[1]["multi_ctas_kv_counter_buffer"] is counters
 
 
-def new_tokens(workspace: Tensor) -> Arguments:
-    """A ragged call in which every row sees a key, which one tensor of offsets says."""
-    arguments = CALLS[RAGGED](workspace_buffer=workspace)
-    return arguments | {"cum_seq_lens_kv": arguments["cum_seq_lens_q"]}
+def posed(name: str, workspace: Tensor) -> Arguments:
+    """A call with this workspace; in a ragged one every row sees a key, which one tensor of offsets says."""
+    arguments = CALLS[name](workspace_buffer=workspace)
+    return arguments | ({"cum_seq_lens_kv": arguments["cum_seq_lens_q"]} if name == RAGGED else {})
 
 
 @pytest.mark.parametrize(("name", "capability"), WITH_XQA)
@@ -100,13 +94,6 @@ def test_xqa_is_handed_all_of_it_and_no_counters(on: On, name: str, capability: 
     (call,) = flashinfer.calls
     assert call["workspace_buffer"] is workspace
     assert "multi_ctas_kv_counter_buffer" not in call
-
-
-@pytest.mark.parametrize("name", COUNTING)
-def test_counters_that_are_given_are_handed_on(on: On, name: str) -> None:
-    flashinfer, counters = on(SM100), torch.zeros(1024, dtype=torch.int32)
-    getattr(trtllm, name)(**CALLS[name](multi_ctas_kv_counter_buffer=counters))
-    assert flashinfer.calls[0]["multi_ctas_kv_counter_buffer"] is counters
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["the lab's own", "given"])
@@ -147,10 +134,8 @@ def test_a_workspace_without_scratch_is_refused(on: On, name: str, capability: C
 @pytest.mark.parametrize("name", CALLS)
 def test_an_older_flashinfer_counts_at_the_start_of_the_whole_workspace(name: str, on: On) -> None:
     """As 0.6.13, whose functions have no counter buffer: zeros first, then statistics and scratch."""
-    flashinfer = on(SM100, lacks="multi_ctas_kv_counter_buffer")
-    workspace = new_workspace()
-    arguments = CALLS[name](workspace_buffer=workspace) if name in COUNTING else new_tokens(workspace)
-    getattr(trtllm, name)(**arguments)
+    flashinfer, workspace = on(SM100, lacks="multi_ctas_kv_counter_buffer"), new_workspace()
+    getattr(trtllm, name)(**posed(name, workspace))
     (made,) = flashinfer.calls
     assert place(made["workspace_buffer"], workspace) == (0, workspace.nbytes)
     assert "multi_ctas_kv_counter_buffer" not in made

@@ -64,6 +64,8 @@ def apart(pool: Tensor, gap: int, axis: int) -> Tensor:
 
 KERNELS = (TRTLLM_GEN_DSV4, PORTABLE_DSV4)  # whose rows are tested here
 PLACES = value(sparse_indices_are_storage_offsets=False)
+NOTHING = value(sparse_indices=torch.full((4, SPAN), -1, dtype=torch.int32))
+ODD_PAGES = torch.zeros(2, 64 * 512 + 8, dtype=BF16)[:, : 64 * 512].view(2, 1, 64, 512)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
@@ -87,22 +89,12 @@ def test_what_flashinfer_documents_is_taken(heads: int, dtype: torch.dtype) -> N
         ({}, (tensor("query", an_element_on),), "query must begin at a multiple"),
         ({}, (value(out=an_element_on(torch.zeros(2, 2, 8, 512, dtype=BF16))),), "out must begin at a multiple"),
         ({}, (PLACES, tensor("compressed_kv_cache", lambda pool: apart(pool, 8, 3))), "at multiples of 512 elements"),
+        ({}, (PLACES, tensor("swa_kv_cache", lambda _: ODD_PAGES)), "swa_kv_cache at multiples of 512"),
+        ({}, (NOTHING, tensor("swa_kv_cache", lambda pool: pool[:0])), "at least one page of swa_kv_cache"),
     ],
 )
 def test_what_its_launcher_refuses_is_refused(made: Arguments, changes: tuple[Breaks, ...], words: str) -> None:
     assert words in str(refusal(*changes, **made))
-
-
-def test_an_empty_pool_is_refused() -> None:
-    none = value(sparse_indices=torch.full((4, SPAN), -1, dtype=torch.int32))
-    assert "at least one page of swa_kv_cache" in str(refusal(none, tensor("swa_kv_cache", lambda pool: pool[:0])))
-
-
-def test_pages_that_are_no_whole_tokens_apart_are_refused() -> None:
-    odd = tensor(
-        "swa_kv_cache", lambda pool: torch.zeros(2, 64 * 512 + 8, dtype=BF16)[:, : 64 * 512].view(2, 1, 64, 512)
-    )
-    assert "swa_kv_cache at multiples of 512" in str(refusal(PLACES, odd))
 
 
 def test_the_portable_kernel_refuses_other_dtypes() -> None:
@@ -110,12 +102,12 @@ def test_the_portable_kernel_refuses_other_dtypes() -> None:
     assert "float32" in str(why_not(PORTABLE_DSV4, (9, 0), problem))
 
 
-@pytest.mark.parametrize("capability", [None, (9, 0), (12, 0)])
-def test_other_gpus_have_no_kernel(capability: Any) -> None:
+def test_other_gpus_have_no_kernel() -> None:
     problem = DSV4DecodeCall(**arguments_of()).problem()
-    assert "needs a GPU of SM100 and SM103" in str(why_not(TRTLLM_GEN_DSV4, capability, problem))
-    assert kernel_for(AttentionCall.DSV4_DECODE, capability or (8, 0)) is TRTLLM_GEN_DSV4
-    assert kernel_for(AttentionCall.DSV4_DECODE, B200) is TRTLLM_GEN_DSV4
+    for capability in (None, (9, 0), (12, 0)):
+        assert "needs a GPU of SM100 and SM103" in str(why_not(TRTLLM_GEN_DSV4, capability, problem))
+    for capability in ((8, 0), (9, 0), (12, 0), B200):
+        assert kernel_for(AttentionCall.DSV4_DECODE, capability) is TRTLLM_GEN_DSV4
 
 
 def test_a_call_on_a_cpu_says_what_it_needs() -> None:

@@ -4,10 +4,10 @@ import importlib.util
 from typing import Any
 
 import pytest
-import torch
 
 import lab.kernels
 from lab.calls.problem import AttentionCall
+from lab.gpus import Capability
 from lab.kernels import default_implementation, support
 from lab.kernels.support import IMPLEMENTATIONS, KERNELS, availabilities
 from tests.commands.command import run as run_lab
@@ -15,7 +15,7 @@ from tests.commands.command import run as run_lab
 TRTLLM = "lab.kernels.trtllm"
 
 
-def on(capability: tuple[int, int] | None, module: str) -> dict[AttentionCall, Any]:
+def on(capability: Capability | None, module: str) -> dict[AttentionCall, Any]:
     return {each.function: each for each in availabilities(capability) if each.implementation.module == module}
 
 
@@ -24,26 +24,19 @@ def test_every_kernel_of_the_support_rows_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "kernels"),
+    ("capability", "call", "kernels", "why_not"),
     [
-        ((9, 0), {"DECODE": ("XQA",), "CONTEXT": ("trtllm_fmha_v2_prefill",)}),
-        (
-            (10, 0),
-            {"DECODE": ("Cake decode of one rank", "trtllm-gen decode", "XQA"), "MLA_DECODE": ("trtllm-gen MLA",)},
-        ),
-        ((12, 0), {"DECODE": ("XQA",), "MLA_DECODE": ("XQA MLA",)}),
+        ((9, 0), AttentionCall.CONTEXT, ("trtllm_fmha_v2_prefill",), None),
+        ((10, 0), AttentionCall.DECODE, ("Cake decode of one rank", "trtllm-gen decode", "XQA"), None),
+        ((12, 0), AttentionCall.MLA_DECODE, ("XQA MLA",), None),
+        ((9, 0), AttentionCall.MLA_DECODE, (), "it needs a GPU of SM100, SM103, SM120 and SM121, this is SM90"),
     ],
 )
-def test_a_gpu_has_the_kernels_of_its_family(capability: tuple[int, int], kernels: dict[str, tuple[str, ...]]) -> None:
-    found = on(capability, TRTLLM)
-    for call, names in kernels.items():
-        assert (found[AttentionCall[call]].kernels, found[AttentionCall[call]].why_not) == (names, None)
-
-
-def test_a_gpu_without_a_kernel_of_a_call_says_which_gpus_have_one() -> None:
-    refused = on((9, 0), TRTLLM)[AttentionCall.MLA_DECODE]
-    assert refused.why_not == "it needs a GPU of SM100, SM103, SM120 and SM121, this is SM90"
-    assert refused.kernels == ()
+def test_a_gpu_has_the_kernels_of_its_family_or_a_reason(
+    capability: Capability, call: AttentionCall, kernels: tuple[str, ...], why_not: str | None
+) -> None:
+    found = on(capability, TRTLLM)[call]
+    assert (found.kernels, found.why_not) == (kernels, why_not)
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,25 +55,10 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(each.module in said for each in IMPLEMENTATIONS)
 
 
-def test_a_cpu_gets_the_portable_kernels() -> None:
-    assert default_implementation("cpu").__name__ == "lab.kernels.portable"
-
-
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [
-        ((8, 0), "portable"),
-        ((8, 9), "portable"),
-        ((9, 0), "trtllm"),
-        ((10, 0), "trtllm"),
-        ((10, 3), "trtllm"),
-        ((99, 0), "portable"),
-        ((12, 0), "trtllm"),
-        ((12, 1), "trtllm"),
-    ],
-)
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (99, 0)])
 def test_a_gpu_gets_flashinfer_where_it_has_kernels(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+    capability: Capability | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lab.kernels, "capability_of", lambda device: capability)
-    assert default_implementation(torch.device("cuda")).__name__ == f"lab.kernels.{name}"
+    name = "portable" if capability in (None, (8, 0), (8, 9), (99, 0)) else "trtllm"
+    assert default_implementation("cuda").__name__ == f"lab.kernels.{name}"

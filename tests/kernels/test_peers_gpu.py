@@ -25,7 +25,7 @@ from tests.devices import ON_GPU, graph_of
 from tests.kernels.adapter_calls import function_of, posed
 from tests.kernels.held import on
 from tests.kernels.test_flash_mla import RIGHT as RIGHT_FLASH_MLA
-from tests.kernels.test_peers import RIGHT, RIGHT_FA4
+from tests.kernels.test_peers import RIGHT
 
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 KERNELS = {
@@ -36,7 +36,6 @@ KERNELS = {
 }
 CASES = {
     **{name: (module, case) for name, (module, _, _, case) in RIGHT.items() if module in KERNELS},
-    **{f"FlashAttention-4, {name}": (flash_attention_4, case) for name, case in RIGHT_FA4.items()},
     **{f"FlashMLA, {name}": (flash_mla, case) for name, case in RIGHT_FLASH_MLA.items()},
 }
 

@@ -50,6 +50,8 @@ def draft_mask(requests: int, q_len: int) -> torch.Tensor:
 
 
 SINKS = torch.linspace(-1.0, 2.0, 4)
+# Row 0's own bit is clear; row 1 sees both tokens of the draft.
+FIRST_ROW_HIDDEN = torch.tensor([[[0, 0], [3, 0]]] * 2, dtype=torch.int32).to(torch.uint16)
 EXTEND = ([3, 20, 1], [5, 70, 1])
 PASSES: dict[str, Arguments] = {
     "decode": posed([1, 1, 1], [5, 70, 33]),
@@ -89,12 +91,7 @@ def assert_right(implementation: Any, arguments: Arguments, rounding: float = FE
 REFUSED: dict[str, tuple[Kernel, ModuleType, Arguments, str]] = {
     "SGLang, HND": (SGLANG_TRITON, sglang_triton, {"kv_layout": "HND"}, "K's pages must touch and be NHD"),
     "SGLang, LSE": (SGLANG_TRITON, sglang_triton, {"return_lse": True}, "hands no LSE of all keys out"),
-    "SGLang, no key to the left": (
-        SGLANG_TRITON,
-        sglang_triton,
-        {"window_left": 0},
-        "no key to the left for no window",
-    ),
+    "SGLang, window 0": (SGLANG_TRITON, sglang_triton, {"window_left": 0}, "no key to the left for no window"),
     "SGLang, scale 0": (SGLANG_TRITON, sglang_triton, {"bmm1_scale": 0.0}, "a bmm1_scale of 0 for none given"),
     "SGLang, tensors": (SGLANG_TRITON, sglang_triton, {"bmm1_scale": torch.tensor([1.0])}, "scales as numbers"),
     "vLLM, LSE": (VLLM_TRITON, vllm_triton, {"return_lse": True}, "hands no LSE out"),
@@ -160,20 +157,21 @@ class TestSGLang:
     def test_a_draft_mask_is_each_requests_own(self, window_left: int) -> None:
         assert_right(sglang_triton, posed([20, 20], [25, 70], window_left=window_left, mask=draft_mask(2, 20)))
 
+    @pytest.mark.parametrize(("kv_lens", "window_left"), [([3, 70], -1), ([3, 70], 1), ([70, 70], 2)])
+    def test_a_mask_may_hide_all_but_one_key_of_a_row(self, kv_lens: list[int], window_left: int) -> None:
+        assert_right(sglang_triton, posed([2, 2], kv_lens, window_left=window_left, mask=FIRST_ROW_HIDDEN))
+
     @pytest.mark.parametrize(
-        ("kv_lens", "window_left", "hides"),
-        [([2, 70], -1, True), ([3, 70], -1, False), ([3, 70], 1, False), ([70, 70], 2, False), ([2, 70], 5, True)],
+        "arguments",
+        [
+            posed([1, 1], [0, 70]),
+            posed([2, 2], [2, 70], mask=FIRST_ROW_HIDDEN),
+            posed([2, 2], [2, 70], window_left=5, mask=FIRST_ROW_HIDDEN),
+        ],
+        ids=["no keys", "hidden by a mask", "hidden by a mask and a window"],
     )
-    def test_a_mask_that_hides_every_key_of_a_row_is_refused(
-        self, kv_lens: list[int], window_left: int, hides: bool
-    ) -> None:
-        """Row 0's own bit is clear; row 1 sees both tokens of the draft."""
-        words = torch.tensor([[[0, 0], [3, 0]]], dtype=torch.int32).expand(2, -1, -1).to(torch.uint16)
-        arguments = posed([2, 2], kv_lens, window_left=window_left, mask=words)
-        arguments |= {"seq_lens": arguments["seq_lens"].view(torch.uint32)}
-        if not hides:
-            assert_right(sglang_triton, arguments)
-            return
+    def test_a_row_without_keys_is_refused(self, arguments: Arguments) -> None:
+        arguments = arguments | {"seq_lens": arguments["seq_lens"].view(torch.uint32)}
         with pytest.raises(NotImplementedError, match="a row that sees no key"):
             sglang_triton.trtllm_batch_decode_with_kv_cache(**arguments)
 
@@ -183,10 +181,6 @@ class TestSGLang:
         assert_right(sglang_triton, arguments, rounding=0.3)
         with pytest.raises(AssertionError):
             assert_right(sglang_triton, arguments, rounding=0.01)
-
-    def test_a_row_without_keys_is_refused(self) -> None:
-        with pytest.raises(NotImplementedError, match="a row that sees no key"):
-            sglang_triton.trtllm_batch_decode_with_kv_cache(**posed([1, 1], [0, 70]))
 
     def test_without_rows_nothing_is_asked_for(self) -> None:
         arguments = posed([0, 0], [3, 5], context=True)
@@ -272,31 +266,23 @@ def vllm(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> SimulatedVLLM:
 
 class TestVLLM:
     @pytest.mark.parametrize("name", PASSES)
-    @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-    def test_calls_bind_to_its_function_and_mean_what_the_reference_does(
-        self, name: str, kv_layout: str, vllm: SimulatedVLLM
-    ) -> None:
-        arguments = PASSES[name]
-        if kv_layout == "HND":
-            kv_cache = tuple(each.transpose(1, 2).contiguous() for each in arguments["kv_cache"])
-            arguments = arguments | {"kv_layout": "HND", "kv_cache": kv_cache}
-        assert_right(vllm_triton, arguments)
+    def test_calls_bind_to_its_function_and_mean_what_the_reference_does(self, name: str, vllm: SimulatedVLLM) -> None:
+        assert_right(vllm_triton, PASSES[name])
+        hnd = tuple(each.transpose(1, 2).contiguous() for each in PASSES[name]["kv_cache"])
+        assert_right(vllm_triton, PASSES[name] | {"kv_layout": "HND", "kv_cache": hnd})
 
     def test_an_e4m3_cache_has_scales(self, vllm: SimulatedVLLM) -> None:
         assert_right(vllm_triton, posed([1, 1], [5, 70], kv_dtype=E4M3, bmm1_scale=0.1, bmm2_scale=0.25))
 
-    @pytest.mark.parametrize(
-        ("q_len", "requests", "splits"), [(1, 2, True), (8, 64, True), (9, 2, False), (1, 65, False)]
-    )
-    def test_keys_are_split_where_vllm_splits_them(
-        self, q_len: int, requests: int, splits: bool, vllm: SimulatedVLLM
-    ) -> None:
-        prepare(vllm_triton, DECODE, **posed([q_len] * requests, [q_len] * requests))()
-        if splits:
-            assert vllm.passed["seq_threshold_3D"] == 64  # 128 programs of 2 K/V heads
-            assert vllm.passed["softmax_segm_output"].shape == (q_len * requests, 4, 16, 32)
-        else:
-            assert vllm.passed["softmax_segm_output"] is None
+    def test_keys_are_split_where_vllm_splits_them(self, vllm: SimulatedVLLM) -> None:
+        for q_len, requests, splits in ((1, 2, True), (8, 64, True), (9, 2, False), (1, 65, False)):
+            prepare(vllm_triton, DECODE, **posed([q_len] * requests, [q_len] * requests))()
+            segments, most_requests = vllm.passed["softmax_segm_output"], vllm.passed["seq_threshold_3D"]
+            if splits:
+                assert most_requests == 64  # 128 programs of 2 K/V heads
+                assert segments.shape == (q_len * requests, 4, 16, 32)
+            else:
+                assert segments is None
 
     def test_another_release_is_named_with_what_it_lacks(
         self, monkeypatch: pytest.MonkeyPatch, vllm: SimulatedVLLM

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lab import references
 from lab.calls import AttentionCall
@@ -27,49 +26,36 @@ def test_one_that_plans_on_the_host_is_planned_once_on_request() -> None:
     plans = SimpleNamespace(
         plan_attention=lambda **arguments: lambda: ("planned", arguments), attention=lambda **_: "called"
     )
-    assert prepare(plans, "attention", query=1)() == "called"
-    assert prepare(PlannedOnce(plans), "attention", query=1)() == ("planned", {"query": 1})
-    assert (
-        PlannedOnce(portable).prepare_trtllm_batch_decode_with_kv_cache
-        is portable.prepare_trtllm_batch_decode_with_kv_cache
-    )
+    any_names = {"query": 1, "name": 2, "implementation": 3}
+    assert prepare(plans, "attention", **any_names)() == "called"
+    assert prepare(PlannedOnce(plans), "attention", **any_names)() == ("planned", any_names)
+    name = f"prepare_{DECODE}"
+    assert getattr(PlannedOnce(portable), name) is getattr(portable, name)
     assert PlannedOnce(portable).__name__ == portable.__name__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = PlannedOnce(portable).nothing
 
 
-def test_one_that_prepares_does_so_once() -> None:
+def test_one_that_prepares_does_so_once_and_nothing_is_called_before() -> None:
     events: list[Any] = []
 
     def prepare_attention(**arguments: Any) -> Any:
         events.append(arguments)
         return lambda: events.append("called")
 
-    def attention(**arguments: Any) -> None:
-        pytest.fail("called unprepared")
-
-    call = prepare(
-        SimpleNamespace(attention=attention, prepare_attention=prepare_attention), "attention", query=1, out=2
-    )
+    implementation = SimpleNamespace(attention=lambda **arguments: pytest.fail("called"))
+    prepare(implementation, "attention", query=1)
+    implementation.prepare_attention = prepare_attention
+    call = prepare(implementation, "attention", query=1, out=2)
     assert events == [{"query": 1, "out": 2}]
     call()
     call()
     assert events[1:] == ["called", "called"]
 
 
-def test_nothing_is_called_before_it_is_asked_for() -> None:
-    implementation = SimpleNamespace(attention=lambda **arguments: pytest.fail("called"))
-    prepare(implementation, "attention", query=torch.zeros(1))
-
-
 def test_an_implementation_without_the_function_is_named() -> None:
     with pytest.raises(AttributeError, match="no_such_call"):
         prepare(references, "no_such_call")
-
-
-def test_any_argument_name_will_do() -> None:
-    call = prepare(SimpleNamespace(attention=lambda **arguments: arguments), "attention", name=1, implementation=2)
-    assert call() == {"name": 1, "implementation": 2}
 
 
 @pytest.mark.parametrize("implementation", [portable, trtllm], ids=["portable", "trtllm"])

@@ -101,6 +101,30 @@ OTHER_TABLE = {"v_block_tables_like": torch.clone}
 ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this is "
 ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
 
+# Of a GPU, a K/V dtype and a head_dim: the groups that XQA compiles for, and others.
+XQA_GROUPS: tuple[tuple[Capability, torch.dtype, int, tuple[int, ...], tuple[int, ...]], ...] = (
+    (SM90, BF16, 64, (1, 16, 25, 32, 57, 64), (17, 24, 33, 48, 49, 56, 65, 128)),
+    (SM90, BF16, 128, (1, 16, 25, 32, 57, 64), (17, 24, 33, 48, 49, 56, 65, 128)),
+    (SM90, BF16, 256, (1, 16, 25, 32), (17, 24, 33, 64)),
+    (SM90, BF16, 272, (16,), (17,)),
+    (SM90, BF16, 512, (1, 16), ()),
+    (SM90, E4M3, 64, (17, 24, 32, 49, 64), (33, 48, 65, 128)),
+    (SM90, E4M3, 128, (17, 32), (33, 48, 64, 65)),
+    (SM90, E4M3, 256, (), (33,)),
+    (SM100, BF16, 64, (17, 32, 49, 64), (33, 48, 65)),
+    (SM100, BF16, 128, (17, 32, 49, 64), (33, 48, 65)),
+    (SM100, BF16, 256, (), (33,)),
+    (SM103, E4M3, 256, (17, 32), ()),
+    (SM120, BF16, 64, (), (33, 64)),
+    (SM120, BF16, 128, (17, 32), ()),
+    (SM121, BF16, 128, (), (33, 64)),
+    (SM121, BF16, 256, (17, 32), ()),
+    (SM120, E4M3, 64, (49, 64), (33, 48, 65)),
+    (SM120, U8, 64, (49, 64), ()),
+    (SM120, U8, 128, (), (33, 64)),
+    (SM120, U8, 512, (1, 16), (17,)),
+)
+
 # Capability, change of the call, what the sentence says (None: supported). More of trtllm-gen: `test_support_trtllm_gen.py`.
 ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] = {
     PORTABLE: [
@@ -171,46 +195,10 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         *[(SM90, {"head_dim": size}, f"multiple of 16 from 16 to 512, not {size}") for size in (8, 24, 528)],
         (SM90, {"head_dim": 512, "q_len": 1}, None),
         (SM90, {"head_dim": 512, "q_len": 2}, "head_dim 512 > 256 needs q_len_per_req 1"),
-        (SM90, {"head_dim": 272, "q_len": 1, "heads": (16, 1)}, None),
         *[
-            (gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, None)
-            for gpu, kv_dtype, head_dim, groups in (
-                (SM90, BF16, 64, (1, 16, 25, 32, 57, 64)),
-                (SM90, BF16, 128, (1, 16, 25, 32, 57, 64)),
-                (SM90, BF16, 256, (1, 16, 25, 32)),
-                (SM90, BF16, 512, (1, 16)),
-                (SM90, E4M3, 64, (17, 24, 32, 49, 64)),
-                (SM90, E4M3, 128, (17, 32)),
-                (SM100, BF16, 64, (17, 32, 49, 64)),
-                (SM100, BF16, 128, (17, 32, 49, 64)),
-                (SM103, E4M3, 256, (17, 32)),
-                (SM120, BF16, 128, (17, 32)),
-                (SM121, BF16, 256, (17, 32)),
-                (SM120, E4M3, 64, (49, 64)),
-                (SM120, U8, 64, (49, 64)),
-                (SM120, U8, 512, (1, 16)),
-            )
-            for group in groups
-        ],
-        *[
-            (gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, f"not for {group}")
-            for gpu, kv_dtype, head_dim, groups in (
-                (SM90, BF16, 64, (17, 24, 33, 48, 49, 56, 65, 128)),
-                (SM90, BF16, 128, (17, 24, 33, 48, 49, 56, 65, 128)),
-                (SM90, BF16, 256, (17, 24, 33, 64)),
-                (SM90, E4M3, 64, (33, 48, 65, 128)),
-                (SM90, E4M3, 128, (33, 48, 64, 65)),
-                (SM90, E4M3, 256, (33,)),
-                (SM90, BF16, 272, (17,)),
-                (SM100, BF16, 64, (33, 48, 65)),
-                (SM100, BF16, 128, (33, 48, 65)),
-                (SM100, BF16, 256, (33,)),
-                (SM120, BF16, 64, (33, 64)),
-                (SM121, BF16, 128, (33, 64)),
-                (SM120, E4M3, 64, (33, 48, 65)),
-                (SM120, U8, 128, (33, 64)),
-                (SM120, U8, 512, (17,)),
-            )
+            (gpu, {"head_dim": size, "q_len": 1, "heads": (group, 1), "kv_dtype": kv}, words and f"not for {group}")
+            for gpu, kv, size, taken, refused in XQA_GROUPS
+            for groups, words in ((taken, None), (refused, True))
             for group in groups
         ],
         (
@@ -220,22 +208,11 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
             "57 to 64 query heads per K/V head, not for 24",
         ),
         *[(SM120, {"kv_dtype": U8, "head_dim": size}, None) for size in (64, 128, 192, 256)],
-        *[
-            (
-                SM120,
-                {"kv_dtype": U8, "head_dim": size},
-                f"four at a time: head_dim must be a multiple of 64, not {size}",
-            )
-            for size in (16, 80, 96, 240)
-        ],
+        *[(SM120, {"kv_dtype": U8, "head_dim": size}, f"multiple of 64, not {size}") for size in (16, 80, 96, 240)],
         *[(gpu, {"head_dim": 128, "q_len": 2, "heads": (128, 1)}, None) for gpu in (SM90, SM120)],
         (SM120, {"head_dim": 128, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3}, None),
         (SM90, {"head_dim": 64, "q_len": 2, "heads": (64, 1), "kv_dtype": E4M3}, None),
-        (
-            SM90,
-            {"head_dim": 64, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3},
-            "at most 64 query heads per K/V head, not",
-        ),
+        (SM90, {"head_dim": 64, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3}, "at most 64 query heads per K/V head"),
         (SM90, {"k_block_tables": NO_COLUMN, "v_block_tables": NO_COLUMN}, "has no column"),
         (SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
         (SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
@@ -258,7 +235,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (
             SM90,
             {"query_like": shifted},
-            "loads 16 bytes at a time: query must begin at a multiple of them, not 2 bytes after one",
+            "loads 16 bytes at a time: query must begin at a multiple of them, not 2 bytes",
         ),
         (SM90, {"k_cache_like": shifted}, "K must begin at a multiple"),
         (
@@ -269,7 +246,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (
             SM120,
             {"k_cache_like": shifted, "kv_dtype": U8},
-            "loads 8 bytes at a time: K must begin at a multiple of them, not 1 by",
+            "loads 8 bytes at a time: K must begin at a multiple of them",
         ),
         (SM90, {"out": torch.empty(4 * 4 * 64 + 1, dtype=BF16)[1:].view(4, 4, 64)}, "out must begin at a multiple"),
     ],
@@ -369,13 +346,7 @@ def row_id(row: tuple[Kernel, Capability | None, dict[str, Any], str | None]) ->
 @pytest.mark.parametrize(("kernel", "capability", "changes", "fragment"), TABLE, ids=map(row_id, TABLE))
 def test_why_not(kernel: Kernel, capability: Capability | None, changes: dict[str, Any], fragment: str | None) -> None:
     reason = why_not(kernel, capability, problem(kernel, **changes))
-    if fragment is None:
-        assert reason is None
-    else:
-        assert reason is not None
-        assert fragment in reason
-        assert reason[0] != " "
-        assert not reason.endswith(".")
+    assert reason is None if fragment is None else fragment in str(reason)
 
 
 def test_a_cpu_runs_triton_kernels_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,40 +356,21 @@ def test_a_cpu_runs_triton_kernels_in_the_interpreter_only(monkeypatch: pytest.M
     assert why_not(FLEX_ATTENTION, CPU, problem(FLEX_ATTENTION)) is None  # it is no Triton kernel
 
 
-@pytest.mark.parametrize(
-    ("gpu", "pages", "is_taken"), [(SM90, 2**20, True), (SM90, 2**20 + 1, False), (CPU, 2**20 + 1, True)]
-)
 @pytest.mark.parametrize("side", ["K", "V"])
-def test_flex_attention_counts_elements_in_32_bits(
-    gpu: Capability | None, pages: int, is_taken: bool, side: str
-) -> None:
-    pool = torch.empty(pages, 16, 2, 64, dtype=BF16, device="meta").transpose(1, 2)
-    reason = why_not(FLEX_ATTENTION, gpu, problem(FLEX_ATTENTION, **{f"{side.lower()}_cache": pool}))
-    assert reason is None if is_taken else f"counts the elements of {side} in 32 bits" in str(reason)
+def test_flex_attention_counts_elements_in_32_bits(side: str) -> None:
+    for gpu, pages, is_taken in ((SM90, 2**20, True), (SM90, 2**20 + 1, False), (CPU, 2**20 + 1, True)):
+        pool = torch.empty(pages, 16, 2, 64, dtype=BF16, device="meta").transpose(1, 2)
+        reason = why_not(FLEX_ATTENTION, gpu, problem(FLEX_ATTENTION, **{f"{side.lower()}_cache": pool}))
+        assert reason is None if is_taken else f"counts the elements of {side} in 32 bits" in str(reason)
 
 
-@pytest.mark.parametrize(
-    ("capability", "decode", "context"),
-    [
-        (SM90, XQA, FMHA_V2),
-        (SM100, GEN_DECODE, GEN_CONTEXT),
-        (SM103, GEN_DECODE, GEN_CONTEXT),
-        (SM120, XQA, FMHA_V2),
-        (SM121, XQA, FMHA_V2),
-    ],
-)
-def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, context: Kernel) -> None:
+@pytest.mark.parametrize("capability", [(6, 0), SM80, SM90, SM100, SM103, SM120, SM121])
+def test_which_kernel_an_engine_runs(capability: Capability) -> None:
+    """On a GPU without FlashInfer's kernels: those of GPUs without trtllm-gen."""
+    decode, context = (GEN_DECODE, GEN_CONTEXT) if capability in (SM100, SM103) else (XQA, FMHA_V2)
     assert kernel_for(AttentionCall.DECODE, capability) is decode
     assert kernel_for(AttentionCall.DECODE, capability, of_one_rank=True) is CAKE
     assert kernel_for(AttentionCall.CONTEXT, capability) is context
-    assert why_not(decode, capability, problem(decode)) is None
-    assert why_not(context, capability, problem(context)) is None
-
-
-def test_a_gpu_without_flashinfers_kernels_has_the_rows_of_those_without_trtllm_gen() -> None:
-    for capability in (SM80, (6, 0)):
-        assert kernel_for(AttentionCall.DECODE, capability) is XQA
-        assert kernel_for(AttentionCall.CONTEXT, capability) is FMHA_V2
 
 
 def test_a_head_dim_is_divided_into_a_power_of_two_and_the_rest() -> None:
