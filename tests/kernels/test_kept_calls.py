@@ -15,8 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lab.calls import made_at_once
 from lab.kernels import portable
@@ -299,77 +297,6 @@ def test_a_key_tells_what_checks_and_compilers_read(launches: Launches) -> None:
     of_one = facts_of(tensor, [])
     with mock.patch.object(torch.Tensor, "device", torch.device("cuda", 1)):
         assert facts_of(tensor, []) != of_one
-
-
-def sliced(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:1]
-
-
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
-
-
-def wider(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with a gap after each row, page or table's row."""
-    return torch.stack((tensor, tensor), 1)[:, 0]
-
-
-TENSOR_CHANGES: tuple[Callable[[torch.Tensor], Any], ...] = (
-    sliced,
-    unaligned,
-    wider,
-    elsewhere,
-    lambda tensor: tensor.float(),
-    lambda tensor: tensor.to(torch.int32),
-    lambda tensor: tensor.to(torch.float8_e4m3fn) if tensor.is_floating_point() else tensor.short(),
-    lambda tensor: tensor.unsqueeze(0),
-    lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2] if tensor.ndim else tensor,
-    lambda tensor: tensor.transpose(0, -1) if tensor.ndim else tensor,
-    lambda tensor: torch.cat((tensor, tensor)) if tensor.ndim else tensor,
-    lambda tensor: tensor.to("meta"),
-    lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
-    lambda tensor: [tensor],
-    lambda tensor: (tensor, tensor),
-)
-VALUES = (None, True, False, 0, 1, -1, 2, 3, 64, 0.0, -0.0, 1.0, 0.5, float("nan"), "auto", "NHD", "xqa", torch.float32)
-OTHERS = (*VALUES, torch.float16, torch.ones(1), torch.ones(4), torch.tensor(0.5), object())
-
-
-@st.composite
-def changes(draw: st.DrawFn) -> tuple[str, str, Any]:
-    """Draw a case, an argument of its function, given or not, and what changes it."""
-    name = draw(st.sampled_from(sorted(POSED)))
-    call = portable.__dict__[POSED[name][0]].__signature__
-    argument = draw(st.sampled_from(sorted(call.parameters)))
-    return name, argument, draw(st.sampled_from(range(len(TENSOR_CHANGES) + len(OTHERS))))
-
-
-def changed(value: Any, choice: int) -> Any:
-    if choice >= len(TENSOR_CHANGES):
-        return OTHERS[choice - len(TENSOR_CHANGES)]
-    if isinstance(value, tuple):
-        return tuple(changed(part, choice) if place != choice % 3 else part for place, part in enumerate(value))
-    if isinstance(value, torch.Tensor):
-        return TENSOR_CHANGES[choice](value)
-    return value + choice - 5 if type(value) in (int, float) else value
-
-
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(changes())
-def test_a_changed_argument_is_never_taken_for_the_kept_one(launches: Launches, change: tuple[str, str, int]) -> None:
-    name, argument, choice = change
-    if name not in MADE:
-        MADE[name] = POSED[name][1](), Counted(POSED[name][0])
-    arguments, counted = MADE[name]
-    for _ in range(2):
-        launches.of(counted.keeping, arguments)
-    other = arguments | {argument: changed(arguments.get(argument), choice)}
-    expected = launches.of(counted.fresh, other)
-    for _ in range(3):
-        assert launches.of(counted.keeping, other) == expected
-
-
-MADE: dict[str, tuple[Arguments, Counted]] = {}
 
 
 def test_a_kept_call_allocates_what_its_launches_name(launches: Launches) -> None:

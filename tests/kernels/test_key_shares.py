@@ -40,11 +40,15 @@ def _every_share(
     num_kv_heads,
     num_shares,
     least_places,
+    step,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Write of each share: its end, its places, those of each unit, the request of its first place, the first place of that."""
-    number = tl.program_id(0).to(tl.int64)
+    """Write of every `step`-th share: its number, its end, its places, those of each unit, the request of its first place, the
+    first place of that.
+    """
+    number = tl.program_id(0).to(tl.int64) * step
+    found += tl.program_id(0) * 6
     reach = reach_of(window_left, max_q_len)
     kind = (cu_seqlens_q, least_q_len, most_q_len)
     lanes = tl.arange(0, LANES if LANES > 0 else BLOCK_REQUESTS)
@@ -55,11 +59,12 @@ def _every_share(
     else:
         _, end, share, request, begin = begin_share(number, batch, num_shares, least_places, TILE)
         unit = tl.zeros([], tl.int64)
-    tl.store(found + number * 5, end)
-    tl.store(found + number * 5 + 1, share)
-    tl.store(found + number * 5 + 2, unit)
-    tl.store(found + number * 5 + 3, request)
-    tl.store(found + number * 5 + 4, begin)
+    tl.store(found, number)
+    tl.store(found + 1, end)
+    tl.store(found + 2, share)
+    tl.store(found + 3, unit)
+    tl.store(found + 4, request)
+    tl.store(found + 5, begin)
 
 
 @triton.jit
@@ -90,10 +95,13 @@ def shares_on(
     kind: tuple[int | None, int | None] = (None, None),
     lanes: int = 0,
     tile: ProgramTile = TILE,
+    most: int = 64,
 ) -> list[list[int]]:
+    """Return what `_every_share` writes of all shares, or of `most` of them at equal distances."""
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    found = torch.full((num_shares, 5), -1, dtype=torch.int64, device=device)
-    _every_share[(num_shares,)](
+    step = -(-num_shares // most)
+    found = torch.full((-(-num_shares // step), 6), -1, dtype=torch.int64, device=device)
+    _every_share[(len(found),)](
         found,
         seq_lens,
         None if q_lens is None else row_offsets(q_lens, device),
@@ -104,6 +112,7 @@ def shares_on(
         num_kv_heads,
         num_shares,
         least_places,
+        step,
         TILE=tile,
         LANES=lanes,
     )
@@ -130,7 +139,7 @@ def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_places
 def hold_shares(found: list[list[int]], places: list[int], share: int) -> None:
     """Equal shares of an order with a request's places, of all its units, once."""
     ends = list(itertools.accumulate(places))
-    for number, (end, own, unit, request, begin) in enumerate(found):
+    for number, end, own, unit, request, begin in found:
         place = number * share
         assert (end, own, unit) == (min(place + share, ends[-1]), share, 0)
         if place < ends[-1]:
@@ -139,64 +148,51 @@ def hold_shares(found: list[list[int]], places: list[int], share: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "keys", "num_kv_heads", "num_shares", "share"),
+    ("requests", "keys", "num_shares", "tile", "share"),
     [
-        (64, 4096, 4, 264, 136),  # a program each, where 132 would cut nearly all
-        (64, 4096, 4, 132, 272),  # two each
-        (16, 32768, 4, 264, 258),  # four equal parts of each
-        (64, 4096, 4, 200, 175),  # 272 would be too unequal
-        (1, 81920, 4, 264, 39),
+        (64, 4096, 264, TILE, 136),  # a program each, where 132 would cut nearly all
+        (64, 4096, 132, TILE, 272),  # two each
+        (16, 32768, 264, TILE, 258),  # four equal parts of each
+        (64, 4096, 200, TILE, 175),  # 272 would be too unequal
+        (1, 81920, 264, TILE, 39),
+        # 4 of 256 units for each program are 15 tiles more than an equal share: a cut costs more in a tile of more rows
+        (64, 4096, 66, TILE._replace(start_keys=64), 505),
+        (64, 4096, 66, TILE._replace(start_keys=64, rows=128), 520),
     ],
 )
 def test_requests_of_one_length_are_cut_evenly_or_not(
-    device: str, requests: int, keys: int, num_kv_heads: int, num_shares: int, share: int
+    device: str, requests: int, keys: int, num_shares: int, tile: ProgramTile, share: int
 ) -> None:
-    found = shares_on(device, [keys] * requests, window_left=-1, num_kv_heads=num_kv_heads, num_shares=num_shares)
-    assert found[0][1] == share
-
-
-@pytest.mark.parametrize(("rows", "share"), [(16, 505), (128, 520)])
-def test_a_cut_costs_more_where_a_tile_has_more_rows(device: str, rows: int, share: int) -> None:
-    """4 of 256 units for each of 66 programs are 15 tiles more than an equal share: too many for a tile of 16 rows."""
+    """With 4 K/V heads."""
     found = shares_on(
-        device, [4096] * 64, window_left=-1, num_kv_heads=4, num_shares=66, tile=TILE._replace(rows=rows, start_keys=64)
+        device, [keys] * requests, window_left=-1, num_kv_heads=4, num_shares=num_shares, tile=tile, most=1
     )
-    assert found[0][1] == share
+    assert found[0][2] == share
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, BLOCK_REQUESTS.value, 2 * BLOCK_REQUESTS.value + 5])
-@pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
-@pytest.mark.parametrize(("num_kv_heads", "num_shares", "least_places"), [(2, 7, 1), (3, 50, 2)])
-def test_shares(
-    device: str, batch_size: int, window_left: int, num_kv_heads: int, num_shares: int, least_places: int
-) -> None:
-    """Equal shares, unless requests of one length ask for others, of an order with a request's places once per unit."""
-    lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
-    found = shares_on(
-        device,
-        lengths,
-        window_left=window_left,
-        num_kv_heads=num_kv_heads,
-        num_shares=num_shares,
-        least_places=least_places,
-    )
-    places = [num_kv_heads * places_of(length, window_left) for length in lengths]
-    hold_shares(found, places, share_of(places, num_kv_heads, num_shares, least_places))
+@pytest.mark.parametrize(
+    ("window_left", "kind"),
+    [(-1, None), (0, None), (90, None), (2**40, None), (90, (1, 2)), (90, (2, 2)), (90, (5, 9))],
+)
+def test_shares(device: str, batch_size: int, window_left: int, kind: tuple[int, int] | None) -> None:
+    """Equal shares, unless requests of one length ask for others, of an order with a request's places once per unit.
 
-
-@pytest.mark.parametrize("batch_size", [3, 2 * BLOCK_REQUESTS.value + 5])
-@pytest.mark.parametrize("kind", [(1, 2), (3, 4), (2, 2), (5, 9)])
-def test_shares_of_a_kind(device: str, batch_size: int, kind: tuple[int, int]) -> None:
-    """Requests of another kind have no places, and those without rows are of no kind; (5, 9) is nobody's."""
+    Requests of another kind have no places, and those without rows are of no kind; (5, 9) is nobody's.
+    """
     lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
     q_lens = [(3 * request + 2) % 5 for request in range(batch_size)]
-    found = shares_on(device, lengths, window_left=90, num_kv_heads=2, num_shares=7, q_lens=q_lens, kind=kind)
-    chosen = [kind[0] <= q_len <= kind[1] for q_len in q_lens]
-    places = [2 * places_of(length, 90) * of for length, of in zip(lengths, chosen, strict=True)]
-    hold_shares(found, places, share_of([each for each in places if each], 2, 7, 1) if any(chosen) else found[0][1])
+    chosen = [kind is None or kind[0] <= q_len <= kind[1] for q_len in q_lens]
+    heads, num_shares, least_places = (3, 50, 2) if kind is None else (2, 7, 1)
+    of_kind = {} if kind is None else {"q_lens": q_lens, "kind": kind}
+    rule = {"window_left": window_left, "num_kv_heads": heads, "num_shares": num_shares, "least_places": least_places}
+    found = shares_on(device, lengths, **rule, **of_kind)
+    places = [heads * places_of(length, window_left) * of for length, of in zip(lengths, chosen, strict=True)]
+    live = [each for each in places if each]
+    hold_shares(found, places, share_of(live, heads, num_shares, least_places) if live else found[0][2])
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 2 * BLOCK_REQUESTS.value + 5])
+@pytest.mark.parametrize("batch_size", [1, 4, BLOCK_REQUESTS.value + 5])
 def test_blocks_of_a_kind(device: str, batch_size: int) -> None:
     """Blocks of 16 rows, 3 for each query token, of requests with 5 to 40 tokens; those after the last do not exist."""
     q_lens = [(11 * request + 4) % 43 for request in range(batch_size)]
@@ -216,7 +212,8 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
     """Places, though no length and no request's places exceed them."""
     found = shares_on(device, [2**30] * 40, window_left=-1, num_kv_heads=8, num_shares=4)
     places = 8 * places_of(2**30, -1)
-    expected = [[10 * (number + 1) * places, 10 * places, 0, 10 * number, 10 * number * places] for number in range(4)]
+    share = 10 * places
+    expected = [[number, share * (number + 1), share, 0, 10 * number, share * number] for number in range(4)]
     assert found == expected
 
 
@@ -234,7 +231,6 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
         ([512] * 33, 396, 1, 6, 18),  # three parts of the most lanes
         ([512] * 99 + [480], 800, 1, 8, 16),
         ([512] * BLOCK_REQUESTS.value, 1024, 1, 8, 16),
-        ([512] * 32 + [4096], 264, 1, 14, 0),  # too unequal
     ],
 )
 def test_units_of_a_small_batch_are_cut_into_equal_parts(
@@ -252,7 +248,7 @@ def test_units_of_a_small_batch_are_cut_into_equal_parts(
     )
     places = [unit or places_of(length, -1) for length in lengths]
     total = 4 * sum(places)
-    for number, (end, own, of_unit, request, begin) in enumerate(found):
+    for number, end, own, of_unit, request, begin in found:
         assert (own, of_unit) == (share, unit)
         assert max(end, number * share) == max(min((number + 1) * share, total), number * share)
         if number * share < total:
@@ -261,8 +257,7 @@ def test_units_of_a_small_batch_are_cut_into_equal_parts(
 
 
 @pytest.mark.parametrize(("q_blocks", "num_shares"), [(1, 264), (2, 132), (100, 2), (1000, 1)])
-def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, num_shares: int) -> None:
-    monkeypatch.setattr("lab.kernels.portable.key_shares.num_multiprocessors", lambda device: 132)
+def test_programs_run_at_a_time(h200: None, q_blocks: int, num_shares: int) -> None:
     tile = ProgramTile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
     gpu = torch.device("cuda")
     assert choose_shares(tile, q_blocks, gpu) == Shares(num_shares, 1)

@@ -7,15 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lab import references
-from lab.calls import ContextCall, DecodeCall, RaggedContextCall
-from lab.calls.mla_decode import MLADecodeCall
-from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import Shares
-from lab.kernels.support import Kernel, why_not
-from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA, PORTABLE_RAGGED
 from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments, Batch, chunk, merged, of_entries
 from tests.devices import DEVICES
 from tests.kernels.conftest import Split
@@ -35,7 +29,7 @@ def each(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize(
     ("kernel", "page_size"),
-    [((DECODE, 1), size) for size in (16, 32, 64, 128)] + [((MLA, 1), size) for size in (1, 16, 32, 64, 128)],
+    [((DECODE, 1), size) for size in (16, 64, 128)] + [((MLA, 1), size) for size in (1, 32, 128)],
     indirect=["kernel"],
 )
 def test_lengths_at_page_and_tile_edges(kernel: PortableKernel, page_size: int) -> None:
@@ -56,8 +50,9 @@ def of_rule(kernel: PortableKernel, causal: bool) -> Arguments:
 
 
 @kernels(RAGGED, counts=(1,))
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("q_len", [1, 16, 17, 40, 65, 130])
+@pytest.mark.parametrize(
+    ("q_len", "causal"), [(1, True), (16, False), (17, True), (40, False), (65, True), (130, False)]
+)
 def test_rows_after_a_prefix(kernel: PortableKernel, q_len: int, causal: bool) -> None:
     """Each of the tiles, over keys that end before, at and after one, from the rows' own number up."""
     kv_lens = [q_len + prefix for prefix in (0, 1, 62, 63, 64, 128)]
@@ -131,35 +126,24 @@ def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole(kernel: Portable
 # Keys that are shared out.
 
 
-@each(
-    (DECODE, {"heads": (4, 2), "sinks": sinks_of(4)}),
-    (DECODE, {"heads": (4, 2), "sinks": sinks_of(4), "window_left": 30}),
-    (CONTEXT, {"heads": (4, 2)}),
-    (MLA, {"heads": 13, "rank": 256, "sinks": sinks_of(13), "bmm1_scale": 0.06}),
+EVERY_KEY = (
+    (DECODE, {"heads": (4, 2), "sinks": sinks_of(4)}, (Shares(1), Shares(2), Shares(40))),
+    (DECODE, {"heads": (4, 2), "sinks": sinks_of(4), "window_left": 30}, (Shares(5), Shares(8, 2))),
+    (CONTEXT, {"heads": (4, 2)}, (Shares(2), Shares(8, 2), Shares(40))),
+    (MLA, {"heads": 13, "rank": 256, "sinks": sinks_of(13), "bmm1_scale": 0.06}, (Shares(1), Shares(5), Shares(8, 2))),
 )
-@pytest.mark.parametrize("shares", [(1, 1), (2, 1), (5, 1), (8, 2), (40, 1)], ids=str)
-def test_every_key_counts_once(kernel: PortableKernel, options: Arguments, shares: Any, split: Split) -> None:
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "shares"),
+    [((function, 1), options, each) for function, options, shares in EVERY_KEY for each in shares],
+    indirect=["kernel"],
+)
+def test_every_key_counts_once(kernel: PortableKernel, options: Arguments, shares: Shares, split: Split) -> None:
     """Shares that end in any request: of no key, of a few, and of most keys of the batch; 65 rows in two blocks."""
-    split(shares=Shares(*shares))
+    split(shares=shares)
     kv_lens = [0, 3, 160, 70] if kernel.function == MLA else [0, 3, 260, 130]
     kernel.right([5] * 4, kv_lens, 64, out_dtype=FP32, **options)
-
-
-@kernels(DECODE, MLA, counts=(1,))
-def test_a_slot_that_nobody_fills_leaves_no_trace(
-    kernel: PortableKernel, split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever lay in the memory of partial results must not show."""
-    split(shares=Shares(4))
-    clean, _ = kernel.right([2, 2], [3, 300])
-    arguments = kernel.pose([2, 2], [3, 300])
-
-    # Scratch is bytes, and float32 of ones alone is NaN.
-    def full_of_nan(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-        return torch.full(*shape, NAN if dtype.is_floating_point else 255, dtype=dtype, **options)
-
-    monkeypatch.setattr(torch, "empty", full_of_nan)
-    assert kernel.run(arguments)[0].flatten(0, -3).equal(clean)
 
 
 # What must not matter, and what must.
@@ -203,31 +187,12 @@ def test_a_live_nan_reaches_output_and_lse(kernel: PortableKernel, where: str, c
     assert bool(lse.isnan().all()) == (where != "value" or kernel.function == MLA)
 
 
-CALLS: dict[str, tuple[Any, Kernel]] = {
-    DECODE: (DecodeCall, PORTABLE),
-    CONTEXT: (ContextCall, PORTABLE),
-    MLA: (MLADecodeCall, PORTABLE_MLA),
-    RAGGED: (RaggedContextCall, PORTABLE_RAGGED),
-}
-
-
-@each(
-    *((DECODE, options) for options in ({"dtype": FP32}, {"head_dim": 80}, {"page_size": 8}, {"lse": "with gaps"})),
-    *((MLA, options) for options in ({"dtype": FP32}, {"rank": 48}, {"rank": 1024}, {"rope": 24})),
-    (RAGGED, {"dtype": FP32}),
-    *((RAGGED, {"dims": dims}) for dims in ((112, 32), (40, 32), (320, 32), (48, 48), (48, 512))),
-)
+@each((DECODE, {"head_dim": 80}), (CONTEXT, {"page_size": 8}), (MLA, {"rank": 48}), (RAGGED, {"dims": (40, 32)}))
 def test_a_declined_call_raises_the_reason_and_writes_nothing(kernel: PortableKernel, options: Arguments) -> None:
-    lse = {"lse": torch.empty(2, 8, device=kernel.device)[:, :2]} if "lse" in options else {}  # a copy has no gaps
-    arguments = kernel.pose([1, 1], [18, 40], **options | lse)
+    arguments = kernel.pose([1, 1], [18, 40], **options)
     arguments["out"].fill_(77.0)
-    call, row = CALLS[kernel.function]
-    problem = call(**arguments).problem()
-    reason = why_not(row, capability_of(problem.query.device), problem)
-    assert reason is not None
-    with pytest.raises(NotImplementedError) as error:
+    with pytest.raises(NotImplementedError, match=r"the portable Triton .*kernel is built for .*, not [0-9]+"):
         kernel.run(arguments)
-    assert str(error.value) == reason
     assert bool((arguments["out"] == 77.0).all())
 
 
@@ -266,7 +231,7 @@ def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems())
 def test_any_problem(device: str, split: Split, problem: tuple[str, dict[str, Any], int]) -> None:
     function, options, count = problem

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import ContextCall
-from lab.kernels.portable import hopper, key_shares, merge, paged, partial_results
+from lab.kernels.portable import hopper, merge, paged
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.rows import most_blocks
 from lab.kernels.portable.tile_choices import choose_tile
@@ -18,7 +18,7 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile, tile_descriptor
 from tests.cases import CONTEXT, DECODE
 from tests.kernels.conftest import Split
 from tests.kernels.held import BF16, E4M3, FP32
-from tests.kernels.portable_calls import NAN, PortableKernel, arguments_of, batch_of, sinks_of, sizes_on_a_gpu
+from tests.kernels.portable_calls import PortableKernel, arguments_of, batch_of, sinks_of, sizes_on_a_gpu
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_portable_gpu.py runs it there"
@@ -36,13 +36,7 @@ def posed(q_lens: list[int], kv_lens: list[int], **changes: Any) -> Any:
     return ContextCall(**CONTEXTS.pose(q_lens, kv_lens, 64, **changes)).problem()
 
 
-# Windows, and scales that other kernels do not have.
-
-
-@pytest.mark.parametrize("window_left", [2**31 - 1, 2**40])
-def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
-    wide, _ = DECODES.right([4, 4], [2, 70], window_left=window_left)
-    assert wide.equal(DECODES.right([4, 4], [2, 70])[0])
+# Scales that other kernels do not have.
 
 
 @pytest.mark.parametrize("q_len", [1, 10], ids=["pairs", "elements"])
@@ -94,28 +88,16 @@ def test_a_request_of_more_pieces_than_a_merge_has_lanes(split: Split) -> None:
 # Requests of two kinds.
 
 
-@FINDS_ROWS
-@pytest.mark.parametrize("share_count", [None, 1, 29])
+@pytest.mark.parametrize(("share_count", "most_idle"), [(None, 0), (1, math.inf), (29, 0), (29, math.inf)])
 def test_prompts_beside_decodes(
     monkeypatch: pytest.MonkeyPatch, split: Split, share_count: int | None, most_idle: float
 ) -> None:
-    """Requests of 16 rows are of the first kind, of 17 of the second; each kind with blocks of rows, one share, or many.
-
-    The memory of partial results is full of NaN and of wrong shares, which the merge of one kind must not take for the other's.
-    """
+    """Requests of 16 rows are of the first kind, of 17 of the second; each kind with blocks of rows, one share, or many."""
     split(shares=None if share_count is None else Shares(share_count))
     monkeypatch.setattr(merge, "MOST_IDLE", most_idle)
-    new_scratch = partial_results.new_scratch
-
-    def full_of_nan(*arguments: Any) -> list[Tensor]:
-        parts = new_scratch(*arguments)
-        return [part.fill_(NAN if part.is_floating_point() else share_count or 0) for part in parts]
-
     lengths = [1, 16, 140, 17, 0, 8], [300, 60, 150, 70, 33, 7]
     assert paged.few_tokens(posed(*lengths, heads=(2, 2))) == 16
-    with monkeypatch.context() as patch:
-        patch.setattr(partial_results, "new_scratch", full_of_nan)
-        CONTEXTS.right(*lengths, 64, heads=(2, 2), window_left=70, sinks=sinks_of(2))
+    CONTEXTS.right(*lengths, 64, heads=(2, 2), window_left=70, sinks=sinks_of(2))
 
 
 @pytest.mark.parametrize(
@@ -182,10 +164,9 @@ def test_decodes_leave_room_for_a_prompt() -> None:
     ],
 )
 def test_keys_are_shared_out_unless_rows_fill_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, window_left: int, shared: bool
+    h200: None, q_len: int, kv_len: int, window_left: int, shared: bool
 ) -> None:
     """Of one request with 32/8 heads; a short prompt has too few blocks, and keys before a window are not counted."""
-    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(4 * q_len, 128, 2, (9, 0))
     problem = sizes_on_a_gpu(1, q_len, kv_len, window_left=window_left)
     shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
@@ -194,10 +175,9 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 2048), (128, 512)])
 def test_windows_of_few_keys_have_a_tile_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, most: int
+    h200: None, monkeypatch: pytest.MonkeyPatch, head_dim: int, most: int
 ) -> None:
     tiles = hopper.TILES[head_dim]
-    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(paged, "hopper_tiles", lambda _: tiles)
     for window_left, tile in ((0, tiles.windows), (most - 1, tiles.windows), (most, tiles.blocks), (-1, tiles.blocks)):
         problem = sizes_on_a_gpu(8, 4096, 4096, head_dim=head_dim, window_left=window_left)
@@ -264,13 +244,3 @@ def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
     assert not by_descriptor(eight_bytes_off, tile)
     assert not by_descriptor(torch.zeros(4, 2, 64, 132, dtype=BF16)[..., :128], tile)  # tokens 264 bytes apart
     assert not by_descriptor(pool.transpose(2, 3), tile._replace(keys=32))  # elements of a vector apart
-
-
-@pytest.mark.parametrize(("page_size", "kv_dtype", "rows"), [(64, BF16, 64), (16, BF16, 128), (64, E4M3, 128)])
-def test_a_prefill_has_smaller_blocks_where_tiles_come_by_descriptor(
-    monkeypatch: pytest.MonkeyPatch, page_size: int, kv_dtype: torch.dtype, rows: int
-) -> None:
-    seen = []
-    monkeypatch.setattr(paged, "paired", lambda caches, tile: seen.append(tile.rows) or caches)
-    CONTEXTS.right([100, 30], [180, 30], page_size, heads=(4, 1), kv_dtype=kv_dtype)
-    assert seen == [64, rows]  # of requests with few rows, which this batch lacks, and of the others

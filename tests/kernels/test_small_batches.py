@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from lab.kernels import portable
-from lab.kernels.portable import key_shares, merge, paged, partial_results
+from lab.kernels.portable import key_shares, paged, partial_results
 from lab.kernels.portable.partial_results import GROUPED_PIECES, PartialResults
 from lab.kernels.portable.tile_choices import choose_tile
 from tests.cases import DECODE, Arguments
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_small_batches_gpu.py runs it there"
 )
 
+Cut, RunIn = Callable[..., list[PartialResults]], Callable[[str], None]
 DECODES = PortableKernel(DECODE)
 ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
     "in order": list,
@@ -31,7 +32,7 @@ ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[PartialResults]]:
+def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Cut:
     """Share the keys of small batches out among so many programs; returns a list of what each call then allocates."""
     allocated: list[PartialResults] = []
 
@@ -49,7 +50,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[Par
 
 
 @pytest.fixture
-def run_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def run_in(monkeypatch: pytest.MonkeyPatch) -> RunIn:
     """Run the programs of a launch in another order: shares are the second dimension of the grid."""
     set_grid_idx = type(interpreter_builder).set_grid_idx
 
@@ -83,34 +84,27 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("kv_lens", "count", "least_places"), CUT, ids=str)
-@pytest.mark.parametrize(("q_len", "merges_at_once"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("number", "kv_lens", "count", "least_places"), [(n, *row) for n, row in enumerate(CUT)], ids=str
+)
+@pytest.mark.parametrize("merges_at_once", [True, False])
 def test_every_key_counts_once(
-    cut: Callable[..., list[PartialResults]],
-    kv_lens: list[int],
-    count: int,
-    least_places: int,
-    q_len: int,
-    merges_at_once: bool,
+    cut: Cut, number: int, kv_lens: list[int], count: int, least_places: int, merges_at_once: bool
 ) -> None:
-    allocated = cut(count, least_places, merges_at_once)
+    allocated, q_len = cut(count, least_places, merges_at_once), (1, 4)[(number + merges_at_once) % 2]
     DECODES.right([q_len] * len(kv_lens), kv_lens, 64, heads=(4, 2), out_dtype=FP32, sinks=sinks_of(4))
     assert not (merges_at_once and allocated[0].of_units.any())
 
 
 @pytest.mark.parametrize("window_left", [0, 30, 200])
-def test_windows(cut: Callable[..., list[PartialResults]], window_left: int) -> None:
+def test_windows(cut: Cut, window_left: int) -> None:
     cut(12)
     DECODES.right([2] * 3, [500, 260, 3], 64, heads=(4, 2), out_dtype=FP32, window_left=window_left)
 
 
 @pytest.mark.parametrize(("kv_lens", "count", "least_places"), [CUT[2], CUT[5]], ids=str)
 def test_the_order_of_programs_does_not_show(
-    cut: Callable[..., list[PartialResults]],
-    run_in: Callable[[str], None],
-    kv_lens: list[int],
-    count: int,
-    least_places: int,
+    cut: Cut, run_in: RunIn, kv_lens: list[int], count: int, least_places: int
 ) -> None:
     """Whoever arrives last, the first program of a unit among them: the bits are the same."""
     allocated = cut(count, least_places)
@@ -124,9 +118,7 @@ def test_the_order_of_programs_does_not_show(
         assert not allocated[-1].of_units.any(), order
 
 
-def test_a_prepared_call_again_and_again(
-    cut: Callable[..., list[PartialResults]], run_in: Callable[[str], None]
-) -> None:
+def test_a_prepared_call_again_and_again(cut: Cut, run_in: RunIn) -> None:
     """The counters are zero between calls, whatever lengths the calls had."""
     allocated = cut(12)
     arguments = arguments_of([512, 512])
@@ -139,75 +131,6 @@ def test_a_prepared_call_again_and_again(
         expected = launch(arguments)
         assert out.equal(expected[0])
         assert lse.equal(expected[1])
-
-
-def test_slots_that_held_nan(cut: Callable[..., list[PartialResults]], monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(9)
-    arguments = arguments_of([3, 300])
-    clean, _ = launch(arguments)
-    new_scratch = partial_results.new_scratch
-    monkeypatch.setattr(
-        partial_results,
-        "new_scratch",
-        lambda *arguments: [part.fill_(float("nan")) for part in new_scratch(*arguments)],
-    )
-    assert launch(arguments)[0].equal(clean)
-
-
-def counter_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last to arrive does not set its counter back."""
-
-    def arrives_last(counter: Any, expected: Any) -> Any:
-        return merge.tl.atomic_add(counter, 1) == expected - 1
-
-    monkeypatch.setattr(merge, "arrives_last", arrives_last)
-
-
-def first_program_loses_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The merge reads one piece too few where the first program of the unit arrives last."""
-    merge_if_last, merged = merge.merge_if_last, merge.merged
-    lost = []
-
-    def noted(block: Any, cut: Any, *others: Any) -> None:
-        first_place, _, share, share_places, _ = cut
-        lost[:] = [bool(share == first_place // share_places)]
-        merge_if_last(block, cut, *others)
-
-    def fewer(pieces: Any, *others: Any) -> Any:
-        first, begin, end, step = pieces
-        return merged((first, begin, end - 1 if lost[0] else end, step), *others)
-
-    monkeypatch.setattr("lab.kernels.portable.paged_kernel.merge_if_last", noted)
-    monkeypatch.setattr(merge, "merged", fewer)
-
-
-def arrives_before_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program fewer is waited for, so that a piece may not be there yet."""
-    arrives_last = merge.arrives_last
-    monkeypatch.setattr(merge, "arrives_last", lambda counter, expected: arrives_last(counter, expected - 1))
-
-
-@pytest.mark.parametrize("defect", [counter_is_left, first_program_loses_a_piece, arrives_before_it_stores])
-def test_a_defect_is_found(
-    defect: Callable[[pytest.MonkeyPatch], None],
-    cut: Callable[..., list[PartialResults]],
-    run_in: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By a prepared call that is made twice while the program of the first keys, which has the last number, comes last."""
-    allocated = cut(8)
-    run_in("in order")
-    arguments = arguments_of([512], heads=(2, 1))
-    right, _ = launch(arguments)
-    defect(monkeypatch)
-    call = portable.prepare_trtllm_batch_decode_with_kv_cache(**arguments)
-    allocated[-1].out.fill_(float("nan"))  # memory that another test left may hold the right pieces
-    results = []
-    for _ in range(2):
-        out, _ = call()
-        results.append(out.equal(right))
-        out.fill_(float("nan"))
-    assert not all(results)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +148,8 @@ def test_a_defect_is_found(
         (16, 4, 256, 32, False),  # pieces of 32 rows of 256
     ],
 )
-def test_what_is_small(
-    monkeypatch: pytest.MonkeyPatch, batch_size: int, q_len: int, head_dim: int, lanes: int, at_once: bool
-) -> None:
+def test_what_is_small(h200: None, batch_size: int, q_len: int, head_dim: int, lanes: int, at_once: bool) -> None:
     """Lengths that a program reads at once, and whether the last program merges; 8 query heads share a K/V head."""
-    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(8 * q_len, head_dim, 2, (9, 0))
     problem = sizes_on_a_gpu(batch_size, q_len, 4096, num_kv_heads=4, head_dim=head_dim)
     least_places = paged.SMALL_SHARE_KEYS // tile.keys if lanes else 1
@@ -237,9 +157,8 @@ def test_what_is_small(
     assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)
 
 
-def test_a_short_window_is_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_window_is_not_shared_out(h200: None) -> None:
     """One program reads a window of 256 keys, the rows of a verify counted; several divide a longer one."""
-    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(32, 128, 2, (9, 0))
     problems = {window: sizes_on_a_gpu(64, 4, 4096, num_kv_heads=4, window_left=window) for window in (0, 252, 253, -1)}
     shared = {window: paged.shares_of(problem, tile, 1) is not None for window, problem in problems.items()}
@@ -248,9 +167,8 @@ def test_a_short_window_is_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("q_len", [1, 32])
-def test_requests_beyond_a_grid_are_shared_out(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
+def test_requests_beyond_a_grid_are_shared_out(h200: None, q_len: int) -> None:
     """A program for each would lie on an axis that CUDA ends at 65,535: a window of few keys, and of few keys per row."""
-    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(4 * q_len, 128, 2, (9, 0))
     for requests, heads, shared in ((65_535, 1, False), (65_536, 1, True), (8191, 8, False), (8192, 8, True)):
         problem = sizes_on_a_gpu(requests, q_len, 4096, window_left=64 if q_len > 1 else 127)

@@ -101,7 +101,7 @@ def test_every_call_of_a_prepared_one_is_the_whole_call(device: str, posed: tupl
     function, arguments = posed[0], moved(posed[1], device)
     call = prepare(portable, function, **arguments)
     assert isinstance(call, TritonCall)
-    for _ in range(3):
+    for _ in range(2):
         change_contents(arguments)
         results = call()
         expected = getattr(portable, function)(**arguments | NEW_RESULTS)
@@ -174,35 +174,27 @@ def fake_call(kernel: FakeKernel, tensor: torch.Tensor) -> TritonCall:
 
 
 def test_a_compiled_kernel_is_launched_again_at_the_same_addresses() -> None:
-    kernel, tensor = FakeKernel(compiles=True), torch.zeros(3)
-    call = fake_call(kernel, tensor)
-    assert kernel.events == []
-    assert [call(), call(), call()] == ["results"] * 3
-    first = ("launched", (5, 2), (tensor, 7), {"WIDE": True, "SIZE": 64, "num_warps": 4})
-    again = ("repeated", (5, 2, 1), (tensor.data_ptr(), 7, 64, True))
-    assert kernel.events == [first, ("finished",), again, ("finished",), again, ("finished",)]
-
-
-def test_a_kernel_that_could_not_be_launched_is_tried_anew() -> None:
+    """Also after a first launch that failed."""
     kernel, tensor = FakeKernel(compiles=True), torch.zeros(3)
     call = fake_call(kernel, tensor)
     kernel.fails = True
     with pytest.raises(RuntimeError, match="out of resources"):
         call()
     kernel.fails = False
-    call()
-    call()
-    assert [event[0] for event in kernel.events] == ["launched", "finished", "repeated", "finished"]
+    assert [call(), call(), call()] == ["results"] * 3
+    first = ("launched", (5, 2), (tensor, 7), {"WIDE": True, "SIZE": 64, "num_warps": 4})
+    again = ("repeated", (5, 2, 1), (tensor.data_ptr(), 7, 64, True))
+    assert kernel.events == [first, ("finished",), again, ("finished",), again, ("finished",)]
 
 
 def test_what_compiles_nothing_is_launched_as_before() -> None:
-    kernel, tensor = FakeKernel(compiles=False), torch.zeros(3)
-    call = fake_call(kernel, tensor)
+    kernel = FakeKernel(compiles=False)
+    call = fake_call(kernel, torch.zeros(3))
     call()
     call()
     launched, finished, again, _ = kernel.events
-    assert launched == again == ("launched", (5, 2), (tensor, 7), {"WIDE": True, "SIZE": 64, "num_warps": 4})
-    assert finished == ("finished",)
+    assert launched == again
+    assert (launched[0], finished) == ("launched", ("finished",))
 
 
 @pytest.mark.parametrize("first", ["before the graph", "in the graph"])
