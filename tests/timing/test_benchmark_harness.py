@@ -174,7 +174,7 @@ def test_implementations_are_timed_together_once_and_what_is_not_timed_is_record
     ]
 
 
-def test_recorded_calls_are_benchmarks_named_by_their_addresses(tmp_path: Path) -> None:
+def test_recorded_calls_are_benchmarks_named_by_their_addresses(tmp_path: Path, pytester: pytest.Pytester) -> None:
     recording = write_call(
         tmp_path / "calls", "trtllm_batch_decode_with_kv_cache", decode_arguments(), (torch.zeros(1),)
     )
@@ -182,9 +182,9 @@ def test_recorded_calls_are_benchmarks_named_by_their_addresses(tmp_path: Path) 
     rows = [row["extra_info"] for row in done.recorded["benchmarks"]]
     assert [(row["scenario"], row["implementation"]) for row in rows] == [(f"{recording}#1", "lab.kernels.portable")]
     assert {row["scenario"] for row in done.recorded["not_timed"]} == {f"{recording}#1"}
-    command = [sys.executable, "-m", "pytest", "tests/benchmarks", "--collect-only", "-q", f"--lab-calls={recording}"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=inner_environment())
-    names = [line.partition("::")[2] for line in listed.stdout.splitlines() if "::" in line]
+    options = [f"--rootdir={ROOT}", "--collect-only", "-q", "-p", "no:xdist", f"--lab-calls={recording}"]
+    listed = pytester.runpytest_inprocess(ROOT / "tests" / "benchmarks", *options)
+    names = [line.partition("::")[2] for line in listed.outlines if "::" in line]
     assert names == [
         f"test_timed[{recording}#1-{each}]" for each in conftest.IMPLEMENTATIONS
     ]  # neither drafts nor what has no scenario
