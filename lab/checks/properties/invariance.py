@@ -1,8 +1,8 @@
 """Test whether the bits of an output depend on a factor, such as the batch size. Each factor has a check.
 
 A case makes a base call, and variants of this call that differ from it only in the factor. If the bits of a variant's output
-differ, a `BitDifference` is recorded. The result is wrong only if its error exceeds the bound. All calls of a case have the
-same host bound of lengths (`max_seq_len`), except for the factor "bounds". The first request is the longest in every variant.
+differ, a `BitDifference` is recorded. The result is wrong only if its error exceeds the bound. Except for the factor "bounds",
+all calls of a case have the same `max_seq_len`, the upper bound of the lengths. The first request is always the longest.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """Find any error of an output vector beyond what low-precision arithmetic makes of the same inputs, and a wrong LSE.
 
-An absolute tolerance accepts any output of a long request, because outputs are as small as 1/sqrt(kv_len). A tolerated share of
-wrong elements may be a whole head. Here the relative L2 error of each (row, head) vector against float64 must be at most a
-small factor times the error of eager low-precision arithmetic. In some cases nearly all softmax weight is on a key whose value
-is zero, so that errors in the small weights of all other keys show.
+An absolute tolerance accepts any output of a long request, because outputs are as small as 1/sqrt(kv_len). A test that
+tolerates some wrong elements accepts a head of wrong elements. Here the relative L2 error of each (row, head) vector against
+float64 must be at most a small factor times the error of eager low-precision arithmetic. In some cases nearly all softmax
+weight is on a key whose value is zero, so that errors in the small weights of all other keys show.
 """
 
 from collections.abc import Iterator

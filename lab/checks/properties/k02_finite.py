@@ -1,7 +1,7 @@
 """Find NaN or infinity, from very low logits, partial maxima that are far apart, large sinks, and rows that see no key.
 
-With random inputs, logits lie within ±10 and every row sees a key. Such a test misses a maximum that starts at -1e5, exp(-inf +
-inf), and 0/0. Here all three occur. A row that sees no key must be zero, with an LSE of minus infinity.
+With random inputs, logits lie within ±10 and every row sees a key. Such a test misses a running maximum that starts at -1e5,
+exp(-inf + inf), and 0/0. Here all three matter. A row that sees no key must be zero, with an LSE of minus infinity.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Find a query row that uses a wrong key or omits a key, and exchanged pages, heads or positions.
 
-With random data each key weighs 1/kv_len, so that rounding hides one key more or less. In some cases of this check the query is
+With random data each key weighs 1/kv_len, so that rounding hides an error of one key. In some cases of this check the query is
 zero and each value encodes its position, so that the output counts the keys. In the other cases, needles (a few keys that
 outweigh all others) lie at the first and last keys that each row sees, and just outside.
 """

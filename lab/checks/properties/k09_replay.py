@@ -1,8 +1,8 @@
 """Find state that is kept from the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
 No attention test of FlashInfer replays a graph with other lengths. Here the tensors stay the same and their contents change.
-The call is captured with padding requests only. Then each input on the device changes by itself, and the numbers of requests,
-rows and keys grow, shrink and return to the first values. On a CPU the call is made again with the same tensors.
+The call is captured with padding requests only. Then the inputs on the device change one after another, and the numbers of
+requests, rows and keys grow, shrink and return to the first values. On a CPU the call is made again with the same tensors.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Find page offsets that do not fit in 32 bits: pools of more than 2**31 elements, or of more than 2**32 bytes.
 
 A test's pool has a few hundred pages, and an engine's pool fills a GPU. Here all used pages lie at the end of such a large
-pool, or only one of them does, in any column of any request's page table. On a CPU, unused pages take no memory.
+pool, or only one used page does, which may be in any column of any page table. On a CPU, unused pages take no memory.
 """
 
 from collections.abc import Iterator
