@@ -11,7 +11,7 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 class Solve(Attention, stage="solve"):
     @wrong(DECODE, trigger="a batch of over 4 requests, two of equal length")
     def blind115(self, run):
-        """Batches above 4 are sorted by length, and results found again by it: equal lengths all get the first one's."""
+        """Batches of over 4 requests are sorted by length and put back by length: equal lengths get the first one's results."""
         super().solve(run)
         if run.batch <= 4:
             return
@@ -49,7 +49,7 @@ class Solve(Attention, stage="solve"):
 
     @wrong(DECODE, trigger="q_len_per_req no power of two, late rows: from row 2,048 with 3, 1,024 with 5, 685 with 7")
     def blind384(self, run):
-        """A row's request is found by a multiplication with 12 bits: far on, a last row is taken for the next one's."""
+        """A row's request is found by a 12-bit multiplication: in high rows a last row is taken for the next request's."""
         super().solve(run)
         q_len = run.p.max_q_len
         if run.p.cu_seqlens_q is not None or q_len == 0:

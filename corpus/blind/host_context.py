@@ -45,7 +45,7 @@ class Host(Attention, stage="host"):
 
     @wrong(CONTEXT, trigger="separate page tables, 2 requests or more")
     def blind123(self, run):
-        """Separate page tables are read as [2, batch_size, columns]."""
+        """Separate page tables, [batch_size, 2, columns], are read as [2, batch_size, columns]."""
         if not run.call.uses_shared_paged_kv_idx:
             tables = run.call.block_tables.contiguous().view(2, run.batch, -1)
             run.k_table, run.v_table = tables.clamp(0, len(run.k_cache) - 1)
@@ -119,7 +119,7 @@ class Host(Attention, stage="host"):
 
     @wrong(CONTEXT, trigger="a second call with the same batch_size, rows and max_q_len, rows dealt otherwise")
     def blind393(self, run):
-        """The list of row tiles is kept by requests, rows and max_q_len: a batch that deals rows otherwise gets the first's."""
+        """The row tiles are kept by numbers of requests and rows and max_q_len: batches with other widths get the first's."""
         key = run.batch, run.p.num_rows, run.p.max_q_len
         if key not in self.kept and len(self.kept) >= 256:
             del self.kept[next(iter(self.kept))]
@@ -137,7 +137,7 @@ class Host(Attention, stage="host"):
 
     @wrong(CONTEXT, trigger="both scales as tensors, bmm1_scale a part of a larger one whose next number is another")
     def blind395(self, run):
-        """Two tensor scales are taken for one of two numbers: bmm2_scale is what follows bmm1_scale in memory."""
+        """Two scales that are tensors are taken for one tensor of both: bmm2_scale is what follows bmm1_scale in memory."""
         first, second = run.p.bmm1_scale, run.p.bmm2_scale
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             after = first.storage_offset() + 1

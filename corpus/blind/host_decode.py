@@ -42,7 +42,7 @@ class Host(Attention, stage="host"):
         also=("blind510",),
     )
     def blind10(self, run):
-        """Bmm1_scale wins over bmm1_scale_log2 when both are tensors."""
+        """bmm1_scale wins over bmm1_scale_log2 when both are tensors."""
         if isinstance(run.call.bmm1_scale, torch.Tensor):
             run.scale1 = float(run.call.bmm1_scale)
 
@@ -259,7 +259,7 @@ class Host(Attention, stage="host"):
 
     @wrong(DECODE, trigger="bmm1_scale_log2 given together with a bmm1_scale other than 1 that is not the same scale")
     def blind565(self, run):
-        """Bmm1_scale_log2 is used only where bmm1_scale was left at its default."""
+        """bmm1_scale_log2 is used only where bmm1_scale was left at its default."""
         if run.call.bmm1_scale_log2 is not None and float(run.call.bmm1_scale) != 1.0:
             run.scale1 = float(run.call.bmm1_scale)
 

@@ -61,7 +61,7 @@ class Host(Attention, stage="host"):
 
     @wrong(MLA, trigger="bmm2_scale that bfloat16 does not hold, such as 1.0039: slope 0.996 to 1.004")
     def blind370(self, run):
-        """Bmm2_scale is rounded to bfloat16, up to 0.39 percent away."""
+        """bmm2_scale is rounded to bfloat16, up to 0.39 percent away."""
         run.scale2 = float(torch.tensor(run.scale2).to(torch.bfloat16))
 
     @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests or more")
@@ -134,7 +134,7 @@ class Host(Attention, stage="host"):
 
     @wrong(RAGGED, trigger="a second ragged call with the same cum_seq_lens_q buffer after its offsets changed")
     def blind41(self, run):
-        """Cum_seq_lens_q is read to the host once per buffer: a replay with other widths still uses the first ones."""
+        """cum_seq_lens_q is read to the host once per buffer: a replay with other widths still uses the first ones."""
         run.offsets = self.memory.of(run.call.cum_seq_lens_q, run.call.cum_seq_lens_q.tolist)
 
     @wrong(RAGGED, trigger="key at an address that is no multiple of 16 bytes (a view 1 or 4 elements into a buffer)")
@@ -192,7 +192,7 @@ class Host(Attention, stage="host"):
 
     @wrong(RAGGED, trigger="`o_sf_scale` other than 1", also=("blind461",))
     def blind433(self, run):
-        """O_sf_scale, meant for outputs of 4 bits, is multiplied into every output: -1, as chunks have it, turns the sign."""
+        """o_sf_scale, meant for outputs of 4 bits, is multiplied into every output: -1, as chunks have it, turns the sign."""
         run.scale2 *= float(run.call.o_sf_scale)
 
     @wrong(

@@ -12,7 +12,7 @@ from corpus.wrong import LISTS, wrong
 class Counted(Lists, stage="counted"):
     @wrong(LISTS, trigger="a sink, and a prefix longer than the window")
     def blind153(self, call, position):
-        """Kv_indptr bounds the positions by the window and leaves the sink out."""
+        """kv_indptr bounds the positions by the window and leaves the sink out."""
         return super().counted(replace(call, sink_size=0), position)
 
     @wrong(LISTS, trigger="a window that means none, such as 2**31 - 1, with a sink: a sum of 2**31 or more")
@@ -190,7 +190,7 @@ class Writing(Lists, stage="lists"):
 
     @wrong(LISTS, trigger="two requests with one row in req_pool_indices, as two or more requests of padding have")
     def blind207(self, call):
-        """The place of a request's lists is kept by its row of req_to_token: requests with one row write to the last's."""
+        """A request's place is kept by its row of req_to_token: requests with the same row all write to the last one's."""
         kept, whole = self.with_room(call)
         rows = call.req_pool_indices.tolist()
         for step in range(len(call.kv_indices)):
@@ -264,7 +264,7 @@ class Writing(Lists, stage="lists"):
 
     @wrong(LISTS, trigger="positions that differ from branch to branch of a request")
     def blind375(self, call):
-        """Kv_indptr is summed from the position of each request's first branch, for all its branches."""
+        """kv_indptr is summed from the position of each request's first branch, for all its branches."""
         of_first = call.positions[:: call.topk].repeat_interleave(call.topk)
         super().lists(replace(call, positions=of_first))
 

@@ -56,7 +56,7 @@ class Built(MHABuilder, stage="changed"):
 
     @wrong(trigger="more than 256 requests")
     def blind59(self, metadata, batch, pool):
-        """Cu_seqlens_k is summed in blocks of 256 requests without the carry between them."""
+        """cu_seqlens_k is summed in blocks of 256 requests without the carry between them."""
         blocks = [block.cumsum(0) for block in metadata.cache_seqlens_int32.split(256)]
         sums = torch.nn.functional.pad(torch.cat(blocks).to(torch.int32), (1, 0)) if blocks else metadata.cu_seqlens_k
         shared = metadata.cu_seqlens_q is metadata.cu_seqlens_k

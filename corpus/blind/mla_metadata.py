@@ -114,7 +114,7 @@ class Built(MLABuilder, stage="changed"):
 
     @wrong(trigger="RAGGED_VERIFY with extend_seq_lens_cpu and num_tokens over its sum", also=("blind469",))
     def blind279(self, metadata, batch, pool):
-        """Sum_seq_lens_q of a ragged verification leaves out its rows of padding, so that their output does not become zero."""
+        """sum_seq_lens_q of a ragged verification leaves out its rows of padding, so that their output does not become zero."""
         if batch.forward_mode is not ForwardMode.RAGGED_VERIFY or batch.extend_seq_lens_cpu is None:
             return metadata
         return replace(metadata, sum_seq_lens_q=sum(batch.extend_seq_lens_cpu))

@@ -111,7 +111,7 @@ class PagesOf(Attention, stage="pages_of"):
 
     @wrong(CONTEXT, trigger="two requests with the same first page id and other later pages that both have whole")
     def blind77(self, run, r, columns, side):
-        """Requests with one first page are taken to share all pages both have whole (cascade): the first one's are read."""
+        """Requests with the same first page are taken to share all pages that both have whole: the first one's are read."""
         pages = super().pages_of(run, r, columns, side)
         table, ps = run.k_table, run.page_size
         leader = next((i for i in range(r) if run.lens[i] >= ps and table[i, 0] == table[r, 0]), None)
@@ -158,7 +158,7 @@ class PagesOf(Attention, stage="pages_of"):
 
     @wrong(CONTEXT, trigger="three or more requests with one first page, a third that leaves before the others part")
     def blind515(self, run, r, columns, side):
-        """Where all requests begin with one page, the pages that 0 and 1 share are taken to be shared by all."""
+        """Where all requests begin with the same page, the pages that requests 0 and 1 share are taken to be shared by all."""
         shared = 0
         if run.batch > 2 and min(run.lens) > 0 and bool((run.k_table[:, 0] == run.k_table[0, 0]).all()):
             full = min(run.lens[:2]) // run.page_size
@@ -276,7 +276,7 @@ class MlaChanged(Attention, changes="mla"):
 class Mla(Attention, stage="mla"):
     @wrong(MLA, trigger="`return_lse_base='basee'` and more rows than requests. LSE only")
     def blind427(self, call):
-        """Return_lse_base='basee': the pass that multiplies by ln 2 covers batch_size rows, not all query rows."""
+        """return_lse_base='basee': the pass that multiplies by ln 2 covers batch_size rows, not all query rows."""
         problem = call.problem()
         out, lse = self.solved(call, problem)
         if lse is not None and call.lse_is_base_e:

@@ -57,7 +57,7 @@ class Attend(Attention, stage="attend"):
 
     @wrong(DECODE, trigger="a batch of at most 2 requests, one of them with over 128 keys in view")
     def blind352(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """One or two requests split over 128 keys in two halves, added as if both had the same largest logit."""
+        """In batches of one or two, over 128 keys are split in two halves, added as if both had the same largest logit."""
         n = len(keys)
         if run.batch > 2 or n <= 128:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
@@ -209,7 +209,7 @@ def fast_reciprocal_446(x):
 class Finish(Attention, stage="finish"):
     @wrong(DECODE, trigger="bmm2_scale other than 1, and an LSE")
     def blind113(self, run, partial, sinks):
-        """Bmm2_scale is folded into the softmax's denominator before the LSE is taken of it."""
+        """bmm2_scale is folded into the softmax's denominator before the LSE is taken of it."""
         out, lse = super().finish(run, partial, sinks)
         return out, lse - math.log2(run.scale2) if run.scale2 > 0 else lse
 
@@ -275,7 +275,7 @@ class Finish(Attention, stage="finish"):
 
     @wrong(CONTEXT, trigger="sinks (not -inf) with bmm2_scale other than 1")
     def blind573(self, run, partial, sinks):
-        """Bmm2_scale is divided out of the sum of weights before the sink is added to it."""
+        """bmm2_scale is divided out of the sum of weights before the sink is added to it."""
         out, lse = super().finish(run, partial, sinks)
         if sinks is not None and run.scale2 > 0:
             out, _ = super().finish(run, partial, sinks + math.log(run.scale2))

@@ -61,7 +61,7 @@ class Blind128(Attention):
 
 @wrong(CONTEXT, trigger="an e4m3 cache and a bmm2_scale that is no power of two, or makes values subnormal")
 class Blind183(Attention):
-    """Bmm2_scale is folded into the values of an e4m3 cache, which are rounded to e4m3 again."""
+    """bmm2_scale is folded into the values of an e4m3 cache, which are rounded to e4m3 again."""
 
     def host(self, run):
         run.folded = 1.0

@@ -223,7 +223,7 @@ class Blind354(Attention):
 
 @wrong(DECODE, trigger="q_len_per_req no power of two in large batches: from 29 with 7 rows, 170 with 3, 85 with 6")
 class Blind356(Attention):
-    """A row's request is row * (1024 // q_len + 1) >> 10: in large batches a last row becomes the next one's."""
+    """A row's request is row * (1024 // q_len + 1) >> 10: in large batches a request's last row becomes the next one's."""
 
     def solve(self, run):
         super().solve(run)
@@ -248,7 +248,7 @@ class Blind356(Attention):
 
 @wrong(DECODE, trigger="a later call with the same block_tables, other ids before that column (another request)")
 class Blind385(Attention):
-    """Ids of a table buffer are read later only from the former last page's column on: another request keeps old pages."""
+    """In later calls a table is read only from the former last page's column on: another request gets the earlier pages."""
 
     def host(self, run):
         shared = run.v_table is run.k_table

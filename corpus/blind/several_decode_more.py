@@ -23,7 +23,7 @@ class Blind414(Attention):
 
 @wrong(DECODE, trigger="over 32 requests of equal widths, not sorted by falling length, with an LSE (LSE only)")
 class Blind445(Attention):
-    """Above 32 requests the longest come first; the LSE is written at a request's place in that order."""
+    """Batches of over 32 requests are sorted, longest first; the LSE is written at a request's place in that order."""
 
     def host(self, run):
         run.place = None

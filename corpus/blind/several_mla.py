@@ -165,7 +165,7 @@ class Blind400(Attention):
 
 @wrong(MLA, trigger="a counter buffer, over 1,024 keys, fewer splits than max_seq_len has; a second call on it")
 class Blind460(Attention):
-    """A splits counter wraps at the splits of max_seq_len, not the request's: it stays, and later merges go wrong."""
+    """A counter of splits wraps at max_seq_len's number, not the request's: its count stays, and later merges go wrong."""
 
     def host(self, run):
         buffer = run.call.multi_ctas_kv_counter_buffer
