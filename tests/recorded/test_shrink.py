@@ -19,6 +19,7 @@ from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
 from lab.calls.arguments import RESULTS
+from lab.calls.entries import keys_per_offset
 from lab.recorded import Recorder, Triggers, own_form
 from lab.recorded.call import (
     Fault,
@@ -200,6 +201,7 @@ def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
     of_last, kv_len = rows[offsets[last] : offsets[-1]], int(whole.problem().seq_lens[last])
     alone = cut(whole, [Part(last, range(len(of_last)), kv_len)])
     assert torch.equal(_rows(alone), of_last)
+    assert keys_per_offset(alone.problem()) == keys_per_offset(whole.problem())
     for each in fewer_pages(alone):
         assert torch.equal(_rows(each), of_last)
     with_zeros = [*without_dead_slots(alone)]

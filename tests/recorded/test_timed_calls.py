@@ -12,6 +12,7 @@ import torch
 from lab import references
 from lab.calls import AttentionCall
 from lab.kernels import PlannedOnce
+from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.timed import RecordedPass
@@ -116,6 +117,14 @@ def test_lengths_become_shorter_for_some_seeds_and_keep_the_query_s_own_keys(pas
         seen.add(tuple(lengths))
     assert seen <= {(1, 2, last) for last in (30, 31, 32, 33)}
     assert len(seen) > 1
+
+
+def test_offsets_of_pages_stay_offsets_of_pages(passes: Any) -> None:
+    work = passes("context, offsets of pages").work(references)
+    for seeds in (FIRST, SHORTER):
+        renew(work, seeds)
+        pages = num_pages(work.arguments["seq_lens"], PAGE_SIZE)
+        assert torch.equal(work.arguments["cum_seq_lens_kv"], exclusive_cumsum(pages))
 
 
 @pytest.mark.parametrize(("name", "is_right"), [("decode, e4m3", True), ("decode", False)])
