@@ -149,28 +149,6 @@ def test_what_a_study_derives_from_its_recorded_rows_is_what_was_recorded(name: 
     assert study.exit_status(recording) == ExitStatus.DONE
 
 
-@dataclass(frozen=True)
-class Counting(Study):
-    """A study of two points, the second of which has this outcome."""
-
-    lists = ("rows", "declined", "wrong")
-    outcome: str
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}
-        return [Part([{"rows": [{"us": 1.25}]}, {self.outcome: [reason]}], lambda rows: rows)]
-
-
-@pytest.mark.usefixtures("simulated_gpu")
-@pytest.mark.parametrize(("outcome", "status"), [("declined", ExitStatus.DONE), ("wrong", ExitStatus.WRONG)])
-def test_a_wrong_variant_is_the_exit_status(
-    outcome: str, status: ExitStatus, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert Counting(outcome).run() == status
-    assert f"{outcome}: 2q4, one: not [here]" in capsys.readouterr().out
-
-
 def test_words_and_numbers_are_told_apart() -> None:
     formats = {"variant": "{arm}", "µs": "{us:.1f}", "both": "{us:.0f} / {us:.0f}"}
     table = table_of("times", formats, [{"arm": "a", "us": 1.25}])

@@ -129,15 +129,8 @@ def test_where_all_variants_are_needed_none_is_called_before_it_is_staged(monkey
     assert len(called) == 3
 
 
-def test_targets_say_by_how_much() -> None:
-    targets = (Target(Figure.SPEED, 1.02), Target(Figure.BANDWIDTH, 92))
-    row = {"targets": target_rows(targets, {Figure.SPEED: 1.05, Figure.BANDWIDTH: 91.5}, "two")}
-    assert target_text(row) == "1.02 x the speed of two: passed by 0.03; 92 % of the copy bandwidth: missed by 0.5"
-    (host,) = target_rows((Target(Figure.HOST, 25.0),), {Figure.HOST: 60.0}, "two")
-    assert (host["reached"], host["margin"], host["passed"]) == (60.0, -35.0, False)
-    (barely,) = target_rows((Target(Figure.SPEED, 1.02),), {Figure.SPEED: 1.01996}, "two")
-    assert barely["passed"] is False  # though it rounds to 1.02
-    (just,) = target_rows((Target(Figure.SPEED, 1.0),), {Figure.SPEED: 1.0}, "two")
-    assert just["passed"] is True
-    counts = {"passed": 1, "missed": 2, "not_compared": 1}
-    assert score([row, {"targets": [host]}, {"targets": [{"passed": None}]}]) == counts
+def test_a_target_is_passed_by_what_was_reached_and_not_by_what_it_rounds_to() -> None:
+    for bound, reached, passed in ((1.02, 1.01996, False), (1.0, 1.0, True)):
+        (target,) = target_rows((Target(Figure.SPEED, bound),), {Figure.SPEED: reached}, "two")
+        assert target["passed"] is passed
+    assert score([{"targets": [{"passed": None}, target]}]) == {"passed": 1, "missed": 0, "not_compared": 1}

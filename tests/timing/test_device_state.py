@@ -7,20 +7,7 @@ import pynvml
 import pytest
 
 from lab.timing import device_state
-from lab.timing.device_state import throttle_reasons, watched
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("GpuIdle", "ApplicationsClocksSetting"), set()),
-        (("SwPowerCap",), {"software power cap"}),
-        (("HwThermalSlowdown", "HwSlowdown", "GpuIdle"), {"hardware thermal slowdown", "hardware slowdown"}),
-    ],
-)
-def test_only_what_holds_clocks_back_is_a_reason(names: tuple[str, ...], words: set[str]) -> None:
-    bits = sum(getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names)
-    assert throttle_reasons(bits) == words
+from lab.timing.device_state import watched
 
 
 @pytest.fixture
@@ -69,12 +56,14 @@ def test_a_limit_that_bit_between_two_readings_is_noticed(nvml: SimpleNamespace)
 
 
 def test_a_reason_that_a_reading_names_is_noticed(nvml: SimpleNamespace) -> None:
-    nvml.reasons = pynvml.nvmlClocksEventReasonSwPowerCap
+    """Neither an idle GPU nor clocks that a user has set hold it back."""
+    for name in ("SwPowerCap", "HwThermalSlowdown", "GpuIdle", "ApplicationsClocksSetting"):
+        nvml.reasons |= getattr(pynvml, f"nvmlClocksEventReason{name}")
     with watched(0) as state:
         state.read(0)
-        nvml.reasons = 1
+        nvml.reasons = pynvml.nvmlClocksEventReasonGpuIdle
         state.read(0)
-    assert state.facts()["throttled_by"] == ["software power cap"]
+    assert state.facts()["throttled_by"] == ["hardware thermal slowdown", "software power cap"]
 
 
 def test_without_nvml_nothing_is_known_and_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

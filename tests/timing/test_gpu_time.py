@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lab.timing import L2, Clock, DeviceClock, GpuTime, Method, cupti
+from lab.timing import L2, Clock, GpuTime, Method, cupti
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _recorded, _shuffled_rounds
+from lab.timing.gpu_time import BufferContents, _from_records, _recorded, _shuffled_rounds
 from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_foreign_threads
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
 from lab.timing.work import GpuWork
@@ -21,23 +21,6 @@ from lab.workloads.inputs.redraw import SHORTER_EVERY, SeededRedraw, Seeds
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
 MEBIBYTE = 2**20
-
-
-def test_the_clock_moves_only_when_told() -> None:
-    clock = DeviceClock("some method")
-    assert clock() == clock() == 0.0
-    clock.advance(2.5e-6)
-    assert clock() == 2.5e-6
-    assert "some method" in repr(clock)
-
-
-def test_median_and_spread_of_samples() -> None:
-    time = GpuTime((3.0, 1.0, 2.0, 5.0, 4.0), WARM, launches=1)
-    assert time.median_us == 3.0
-    assert time.iqr_us == 2.0
-    one = GpuTime((3.0,), WARM, launches=1)
-    assert one.iqr_us == 0.0
-    assert (one.calls_per_sample, one.buffer_copies) == (1, 1)
 
 
 @pytest.mark.parametrize("samples", [(), (1.0, 0.0), (1.0, -1.0), (float("nan"), 1.0), (float("inf"),)])
@@ -73,12 +56,6 @@ def test_rounds_are_complete_and_not_always_in_one_order() -> None:
 
 def staged(calls: int, launches: int) -> Staged:
     return Staged([], [], run=lambda: None, flush=None, number=calls, launches=launches)
-
-
-def test_a_replays_time_is_shared_among_its_calls() -> None:
-    time = _from_samples([Sample(50.0, None), Sample(60.0, None)], staged(calls=10, launches=2), WARM, DeviceState())
-    assert time.samples_us == (5.0, 6.0)
-    assert (time.calls_per_sample, time.launches) == (10, 2)
 
 
 def test_records_of_a_replay_are_shared_among_its_calls() -> None:

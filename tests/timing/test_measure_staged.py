@@ -79,7 +79,8 @@ def test_an_honest_kernel_has_the_time_of_one_call(monkeypatch: pytest.MonkeyPat
     (found,) = measure_staged({"it": work}, COLD, SAMPLES, seed=3).values()
     assert isinstance(found, GpuTime)
     assert found.samples_us == (5.0, 5.0, 5.0)
-    assert (found.calls_per_sample, found.buffer_copies, found.contents_seed) == (BUFFERS, BUFFERS, 3)
+    assert (found.launches, found.calls_per_sample, found.buffer_copies) == (1, BUFFERS, BUFFERS)
+    assert found.contents_seed == 3
     assert kernel.count == CALLS
     assert rests == [1.0]  # before the first sample alone
     assert all(each.arguments["out"].isnan().all() for each in work.buffers)  # nobody can read a result later
