@@ -206,7 +206,7 @@ def _offered(
     refusals: Refusals | None,
     settings: tuple[Any, ...],
 ) -> tuple[list[Interface], Report]:
-    # Only a later run, or a merger of shards, reads the digest of the sources, which takes longer than a case.
+    # Only a later run, or a merger of shards, reads the digest of the sources.
     has, sources = pool.call(partial(offer_of, report.implementation if is_named and is_written else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{report.implementation} has none of {', '.join(each.value for each in wanted)}")
