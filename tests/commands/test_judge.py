@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
 from lab.commands.judge import rounds
+from lab.ranges import options_of
 from lab.reports.judgement import notes
 from tests.checks.hostile import LAST_WORD
+from tests.checks.small import SMALL
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
 
@@ -232,26 +235,8 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
     [
         ("", {"ranges": Ranges(), "isolated": True, "level": "smoke", "only": (), "for_seconds": 0}),
         (
-            shlex.join([*NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"]),
-            {
-                "isolated": False,
-                "drawn": 0,
-                "ranges": Ranges(
-                    dtypes=((torch.bfloat16, torch.bfloat16),),
-                    groups=(2,),
-                    num_kv_heads=(1,),
-                    head_dims=(64,),
-                    page_sizes=(16,),
-                    q_lens=(1, 2),
-                    windows=(False,),
-                    sinks=(False,),
-                    nvfp4=(False,),
-                    kv_layouts=("HND",),
-                    masked_rows=(4,),
-                    e4m3_arithmetic=True,
-                    longest=40,
-                ),
-            },
+            f"--in-process --drawn 0 {options_of(SMALL)} --e4m3-arithmetic",
+            {"isolated": False, "drawn": 0, "ranges": replace(SMALL, e4m3_arithmetic=True)},
         ),
         (
             "--dtypes fp16/fp16,bf16/e4m3 --seed 7",
