@@ -159,21 +159,11 @@ def test_every_kind_of_function_may_refuse(check: str, error: type[Exception]) -
     assert {row.outcome for row in judged(implementation, check).rows} == {Outcome.DECLINED}
 
 
-def wrong_beyond_100_keys() -> SimpleNamespace:
-    return twice_as_large_if(lambda seq_lens, **_: int(seq_lens.max()) > 100)
-
-
-def wrong_drawn(**how: Any) -> CaseVerdict:
-    report = judged(wrong_beyond_100_keys(), **{"ranges": replace(SMALL, longest=300), "drawn": 10} | how)
-    (verdict,) = (verdict for verdict in report.wrong if verdict.drawn)
-    return verdict
-
-
 def test_a_drawn_case_is_made_as_small_as_can_be_wrong() -> None:
-    verdict = wrong_drawn()
-    assert verdict.case.kv_lens == (101,)
-    assert verdict.case.q_lens == (1,)
-    assert verdict.case.seed == 0
+    wrong_beyond_100_keys = twice_as_large_if(lambda seq_lens, **_: int(seq_lens.max()) > 100)
+    report = judged(wrong_beyond_100_keys, ranges=replace(SMALL, longest=300), drawn=10)
+    (case,) = (verdict.case for verdict in report.wrong if verdict.drawn)
+    assert (case.kv_lens, case.q_lens, case.seed) == ((101,), (1,), 0)
 
 
 def test_so_many_cases_are_drawn_as_asked_for_at_most() -> None:
