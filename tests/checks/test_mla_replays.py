@@ -64,10 +64,13 @@ def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> N
 @IN_INTERPRETER
 def test_the_portable_kernel_passes() -> None:
     """Padded rows, of unequal numbers, and selected entries: the other modes' calls are simpler."""
-    poisoned = (MODES["target_verify"], ReplaySequence.POISONED)
-    selected = [MLAGraphCase(*poisoned, num_pages=4, **SPARSE), MLAGraphCase(*poisoned, **two_pools(128))]
-    unequal = MLAGraphCase(MODES["draft_extend"], ReplaySequence.POISONED, num_pages=4)
-    assert wrong([unequal, *selected], portable) == {}
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("draft_extend", {"num_pages": 4}),
+        ("target_verify", {"num_pages": 4, **SPARSE}),
+        ("decode", two_pools(128)),
+    )
+    poisoned = (MLAGraphCase(MODES[mode], ReplaySequence.POISONED, **settings) for mode, settings in given)
+    assert wrong(poisoned, portable) == {}
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
