@@ -9,16 +9,7 @@ import torch
 from lab.calls import DecodeCall
 from lab.calls.problem import E4M3
 from lab.references import assert_close_to_reference, trtllm_batch_decode_with_kv_cache
-from tests.cases import (
-    assert_same,
-    block_sparse_arguments,
-    coded_batch,
-    decode_arguments,
-    expected,
-    of_kv_head,
-    random_batch,
-    seen_keys,
-)
+from tests.cases import assert_same, block_sparse_arguments, decode_arguments, expected, of_kv_head, random_batch
 
 decode = trtllm_batch_decode_with_kv_cache
 P = 16
@@ -51,15 +42,6 @@ def test_each_head_sees_its_own_pages(q_len: int, sinks: torch.Tensor | None, kv
 def test_requests_of_unequal_rows() -> None:
     batch = random_batch([2, 0, 5], KV_LENS)
     assert_same(decode(**block_sparse_arguments(batch, PAGES, ragged=True)), by_head(batch, PAGES))
-
-
-def test_rows_by_hand() -> None:
-    """Rows end at the last selected key: three rows, of keys 0 to 15 and 32 to 36."""
-    batch = coded_batch([3], [37])
-    found = seen_keys(*decode(**block_sparse_arguments(batch, [[[0, 2]]])))
-    assert found == [{*range(16), 32, 33, 34}, {*range(16), 32, 33, 34, 35}, {*range(16), *range(32, 37)}]
-    fewer = seen_keys(*decode(**block_sparse_arguments(coded_batch([7], [37]), [[[2]]])))
-    assert fewer == [set(), set(), {32}, {32, 33}, {32, 33, 34}, {32, 33, 34, 35}, set(range(32, 37))]
 
 
 def test_a_given_output_and_a_strided_lse_are_filled() -> None:

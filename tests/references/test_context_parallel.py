@@ -95,19 +95,6 @@ def test_cute_dsls_lse_is_to_the_base_e() -> None:
     assert_close_to_reference(out, lse=lse, **given | natural | {"return_lse_base": None})
 
 
-def test_rows_see_what_flashinfer_documents() -> None:
-    for world, rank, q_len in ((1, 0, 2), (2, 1, 2), (4, 0, 3), (8, 5, 3)):
-        seen = DecodeCall(**decode(q_len, world, rank), **rank_of(q_len, world, rank)).problem().num_visible
-        documented = [
-            max(0, math.floor((length - q_len + row - rank) / world) + 1) for length in LENS for row in range(q_len)
-        ]
-        assert seen is not None
-        assert seen.tolist() == documented
-        of_mla = MLADecodeCall(**latent(q_len, world, rank), **latent_rank(world, rank)).problem().num_visible
-        assert of_mla is not None
-        assert of_mla.tolist() == documented
-
-
 @pytest.mark.parametrize("rank", [(0, 1), (0, 2), (3, 4), (6, 8)])
 def test_a_case_of_a_rank_has_as_many_keys_as_the_rank_owns(rank: tuple[int, int]) -> None:
     for seed in range(9):

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's call: the reference over two pools, by hand and by the dense formula on the entries, and its bad input."""
+"""DeepSeek-V4's call: the reference over two pools, by the dense formula on the entries, and its bad input."""
 
 import math
 import random
@@ -46,14 +46,14 @@ def two_pools(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype = torch.
 
 
 def drawn(window: Batch, compressed: Batch, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """Columns of each row in either pool: some positions in any order, with -1 between them; at most p + 1 of the first."""
+    """Columns of each row in either pool: positions in any order, also twice, with -1 between them; p + 1 of the first."""
     rng, of_window, of_compressed = random.Random(seed), [], []
     for q_len, kv_len, count in zip(window.q_lens, window.kv_lens, compressed.kv_lens, strict=True):
         for position in range(kv_len - q_len, kv_len):
             used = min(WINDOW, position + 1)
-            cells = rng.sample(range(position + 1), used)
+            cells = rng.choices(range(position + 1), k=used)
             of_window.append([cell if rng.random() < 0.8 else -1 for cell in cells])
-            cells = rng.sample(range(count), min(rng.randint(0, count), WIDTH - WINDOW))
+            cells = rng.choices(range(count), k=min(rng.randint(0, count), WIDTH - WINDOW))
             of_compressed.append([cell if rng.random() < 0.8 else -1 for cell in cells])
     return of_window, of_compressed
 
@@ -117,27 +117,6 @@ def assert_right(out: torch.Tensor, truth: torch.Tensor) -> None:
 
 
 # Results
-
-
-@pytest.mark.parametrize(
-    ("window", "compressed", "out"),
-    [
-        ([0, 1], [], 1.5),
-        ([-1, 1], [0], 6.0),
-        ([-1, -1, -1], [1], 30.0),
-        ([0, 1, 2], [0, -1, 1], 9.2),
-        ([1, 1], [0], 14 / 3),  # an entry twice
-        ([-1, -1], [-1], 0.0),
-    ],
-)
-def test_by_hand(window: list[int], compressed: list[int], out: float) -> None:
-    """One row with Q = 0, which makes the output a mean of the selected entries: 1, 2 and 3, and the compressed 10 and 30."""
-    pools = tuple(
-        of_entries([torch.zeros(1, 1, 1)], [torch.tensor(numbers).view(-1, 1)], 1)
-        for numbers in ([1.0, 2.0, 3.0], [10.0, 30.0])
-    )
-    got = dsv4(**arguments_of(pools, ([window + [-1] * (3 - len(window))], [compressed])))
-    assert got.flatten().tolist() == pytest.approx([out])
 
 
 @pytest.mark.parametrize("q_len", [1, 3])

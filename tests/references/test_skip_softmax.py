@@ -127,9 +127,3 @@ def test_the_reference_leaves_out_nothing() -> None:
     given = decode_arguments(random_batch([1], [30]), return_lse=False)
     skipped = trtllm_batch_decode_with_kv_cache(**given, skip_softmax_threshold_scale_factor=100.0)
     assert torch.equal(skipped, trtllm_batch_decode_with_kv_cache(**given))
-
-
-def test_the_heads_of_one_part_keep_what_may_be_left_out() -> None:
-    whole = truth(3.0)
-    assert whole.skipped is not None
-    assert Truth.of_heads([whole]) is whole

@@ -43,13 +43,6 @@ def test_a_mask_says_which_of_the_newest_keys_a_row_sees(elements: int, monkeypa
     assert outs(truth([[0.0] * 3], [[2.0, 4.0, 8.0]], [2], shown=shown)) == pytest.approx([5.0, 3.0])
 
 
-def test_a_row_that_sees_nothing_is_zero_with_an_lse_of_minus_infinity() -> None:
-    """One key and two rows: the first row is older than it. And a request without a key."""
-    told = truth([[0.0], []], [[7.0], []], [2, 1])
-    assert outs(told) == [0.0, 7.0, 0.0]
-    assert told.lse_log2.flatten().tolist() == [-math.inf, 0.0, -math.inf]
-
-
 def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
     """1 + 2**-10 is 1 in bf16: the control's logit is 2, the truth's a thousandth more."""
     histories = [(torch.tensor([0.0, 64.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1))]
@@ -74,15 +67,6 @@ def test_requests_of_the_same_lengths_have_rows_where_they_stand_among_the_other
     assert outs(told) == pytest.approx([2.0, 3.0, 4.0, 6.0, 3.0, 0.0])
     assert told.lse_log2.flatten().tolist() == pytest.approx([0.0, 1.0, math.log2(3.0), 0.0, 1.0, -math.inf])
     assert told.request_of_row.tolist() == [0, 0, 1, 2, 2, 3]
-
-
-def test_rows_after_the_requests_and_requests_without_rows_have_no_truth() -> None:
-    histories = [
-        (torch.zeros(len(values), 1, 1), torch.tensor(values).view(-1, 1, 1)) for values in ([4.0], [8.0, 2.0])
-    ]
-    rules = Rules(bmm1_scale=1.0, bmm2_scale=1.0, arithmetic=torch.float32, out_dtype=torch.float32)
-    told = truth_of_requests(torch.ones(5, 1, 1), histories, [0, 2], rules)
-    assert told.expected.flatten().tolist() == pytest.approx([8.0, 5.0])
 
 
 @pytest.mark.parametrize(
