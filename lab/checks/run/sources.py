@@ -8,7 +8,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,29 +87,46 @@ def _words(source: bytes) -> frozenset[str]:
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
-    found, tried = set[Path](), set[tuple[Path, str]]()  # `tried` has (folder, imported name) pairs
+    names_in = functools.cache(_names_in)  # each folder is read once
+    # `tried` has (folder, imported name) pairs. The folder is None for an import without leading dots, which `roots` may have.
+    found, tried = set[Path](), set[tuple[Path | None, str]]()
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
-        imports = _imports_of(path.read_bytes())
-        wanted = {
+        imports = {
             (folder, name)
-            for level, name in imports
-            for folder in (path.parents[level - 1 : level] if level else roots)
+            for level, name in _imports_of(path.read_bytes())
+            for folder in (path.parents[level - 1 : level] if level else (None,))
+        } - tried
+        tried |= imports
+        named = {
+            file
+            for folder, name in imports
+            for root in (roots if folder is None else (folder,))
+            for file in _files_of(root, name, names_in)
         }
-        named = {file for folder, name in wanted - tried for file in _files_of(folder, name)}
         new = set(filter(Path.is_file, named)) - paths - found - without
-        tried |= wanted
         found |= new
         left += new
     return found
 
 
-def _files_of(folder: Path, name: str) -> Iterator[Path]:
+def _files_of(folder: Path, name: str, names_in: Callable[[Path], frozenset[str]]) -> Iterator[Path]:
     for part in name.split("."):
-        yield folder / f"{part}.py"
+        if f"{part}.py" in names_in(folder):
+            yield folder / f"{part}.py"
+        if part not in names_in(folder):
+            return
         folder /= part
-        yield folder / "__init__.py"
+        if "__init__.py" in names_in(folder):
+            yield folder / "__init__.py"
+
+
+def _names_in(folder: Path) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:  # there is no such folder, or it cannot be read
+        return frozenset()
 
 
 @functools.cache
