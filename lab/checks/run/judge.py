@@ -27,7 +27,7 @@ from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import is_same_module, load, module_of, place_of
-from lab.names import Interface, functions_named, of_name, profile_name
+from lab.names import functions_named, of_name, profile_name
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
@@ -106,7 +106,12 @@ def judge(
     """
     start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
     where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
-    _check_settings(depth, isolated, implementation, workers, time_limit_s, drawn, profile, shard)
+    _check_settings(isolated, implementation, time_limit_s, workers, drawn)
+    if profile:
+        profile_name(profile)
+    if Shard.of(shard) != Shard() and depth is Level.QUICK:
+        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
+    is_named = isinstance(implementation, str)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals, name)
     given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
@@ -115,11 +120,16 @@ def judge(
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if opened is workers else opened as pool:
-        settings = [each.key for each in chosen], count, discover
+        # Only a later run, or a merger of shards, reads the digest of the sources.
+        is_digested = is_named and (path is not None or bool(shard))
+        has, sources = pool.call(partial(offer_of, name if is_digested else ""))
+        if not (offered := [each for each in has if each in wanted]):
+            raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
-        is_written = path is not None or bool(shard)
-        offered, report = _offered(pool, report, isinstance(implementation, str), is_written, wanted, refused, settings)
-        earlier = {} if fresh else earlier_verdicts(path, report.run)
+        names, folder = () if refused is None else refused.names, _folder_of(name) if is_named else ""
+        report = replace(report, refusals=names, folder=folder)
+        digest = _digest(report, sources, offered, [each.key for each in chosen], count, discover)
+        report, earlier = replace(report, run=digest), {} if fresh else earlier_verdicts(path, digest)
         end = max(start + most, time.monotonic() + min(most, LEAST_SECONDS))
         run = Run(pool, report, chosen, count, end, first_failure, earlier, path, finds, progress)
         return run.judge(offered, discover, start + for_seconds)
@@ -168,7 +178,7 @@ def judge_recorded(
     """
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
-    _check_settings(Level.FULL, isolated, name, 1, time_limit_s, None, "", "")
+    _check_settings(isolated, name, time_limit_s)
     refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals, name)
     note_current()
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
@@ -197,38 +207,21 @@ def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
     return Refusals.of(",".join(names), kernel) if names else None
 
 
-def _offered(
-    pool: Workers,
-    report: Report,
-    is_named: bool,
-    is_written: bool,
-    wanted: Sequence[Interface],
-    refusals: Refusals | None,
-    settings: tuple[Any, ...],
-) -> tuple[list[Interface], Report]:
-    # Only a later run, or a merger of shards, reads the digest of the sources.
-    has, sources = pool.call(partial(offer_of, report.implementation if is_named and is_written else ""))
-    if not (offered := [each for each in has if each in wanted]):
-        raise ValueError(f"{report.implementation} has none of {', '.join(each.value for each in wanted)}")
-    report = replace(report, refusals=() if refusals is None else refusals.names)
+def _digest(report: Report, sources: str, *settings: Any) -> str:
+    """Return a digest of everything that determines the verdicts of a run; "" if `sources`, the digest of sources, is ""."""
     machine = [report.environment.get(part) for part in VERDICT_PARTS]
-    whole = replace(report, environment={}, shard="")  # the shards of a run have one digest
-    parts = repr((sources, whole, machine, offered, settings))  # on which the verdicts depend
-    run, folder = hashlib.sha256(parts.encode()).hexdigest() if sources else "", Path.cwd()
-    is_anywhere = place_of(report.implementation, folder) == place_of(report.implementation, Path(folder.root))
-    is_found_here = is_named and not (is_anywhere or report.implementation.startswith(OF_LAB))
-    return offered, replace(report, run=run, folder=str(folder) if is_found_here else "")
+    whole = replace(report, environment={}, shard="", folder="")  # the shards of a run have one digest
+    return hashlib.sha256(repr((sources, whole, machine, settings)).encode()).hexdigest() if sources else ""
+
+
+def _folder_of(name: str) -> str:
+    folder = Path.cwd()
+    is_anywhere = name.startswith(OF_LAB) or place_of(name, folder) == place_of(name, Path(folder.root))
+    return "" if is_anywhere else str(folder)
 
 
 def _check_settings(
-    level: Level,
-    isolated: bool,
-    implementation: Any,
-    workers: int | Workers,
-    time_limit_s: float,
-    drawn: int | None,
-    profile: str,
-    shard: str,
+    isolated: bool, implementation: Any, time_limit_s: float, workers: int | Workers = 1, drawn: int | None = None
 ) -> None:
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
@@ -241,7 +234,3 @@ def _check_settings(
         )
     if drawn is not None and not 0 <= drawn <= MOST_DRAWN:
         raise ValueError(f"drawn={drawn} must be from 0 to {MOST_DRAWN} cases, or None for the level's number")
-    if profile:
-        profile_name(profile)
-    if Shard.of(shard) != Shard() and level is Level.QUICK:
-        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
