@@ -190,7 +190,7 @@ def counts_its_row(made: Any, batch: ForwardBatch) -> Iterator[ForwardBatch]:
     yield replace(batch, seq_lens=(batch.seq_lens + 1).clamp(max=made.pool.max_context_len))
 
 
-def rebuilt_for_the_first_batch_alone(made: Any, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+def rebuilt_for_the_first_batch(made: Any, batch: ForwardBatch) -> Iterator[ForwardBatch]:
     size = made.size_for(batch.batch_size)
     yield batch
     made.captured[size] = replace(made.captured[size], rebuild=lambda: None)
@@ -293,11 +293,17 @@ WINDOW: dict[str, Any] = {"sliding_window": True}
 # By name: the mode, a wrong runner, what each of some sequences says of it, and settings of the case.
 DEFECTS: dict[str, tuple[str, RunnerFactory, dict[ReplaySequence, str], dict[str, Any]]] = {
     "stale lengths": (
-        *("target_verify", spoilt(stale_lengths), {LONGER: "replay 1: cache_seqlens", ABA: "cache_seqlens"}, {}),
+        "target_verify",
+        spoilt(stale_lengths),
+        {LONGER: "replay 1: cache_seqlens", ABA: "cache_seqlens"},
+        {},
     ),
-    "no rebuild after the first": (*("decode", spoilt(rebuilt_for_the_first_batch_alone), {ABA: "cache_seqlens"}, {}),),
+    "no rebuild after the first": ("decode", spoilt(rebuilt_for_the_first_batch), {ABA: "cache_seqlens"}, {}),
     "a table not rebound": (
-        *("draft_decode", with_a_copied_table, {BELOW_Q: "output vectors", EAGER: "output vectors"}, {}),
+        "draft_decode",
+        with_a_copied_table,
+        {BELOW_Q: "output vectors", EAGER: "output vectors"},
+        {},
     ),
     "a stride of another mode": ("target_verify", spoilt(stride_of_another_mode), {BELOW_Q: "cu_seqlens_q"}, {}),
     "a buffer grown after capture": (
