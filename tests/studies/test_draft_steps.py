@@ -7,14 +7,12 @@ from lab.workloads.traces import own_trace
 from studies import draft_steps, variants
 from studies.draft_scenarios import draft_scenario
 from studies.draft_steps import (
-    CLAIM,
     GRID,
     HOST_POINTS,
     LONG,
     TRACED,
     VARIANTS,
     facts_of,
-    implied_saving_us,
     measure_host,
     point_of,
     works_of,
@@ -23,11 +21,6 @@ from studies.draft_work import draft_work
 from studies.variants import WARM, TimingPlan, measure_all
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, measured_interleaved
-
-
-def test_what_a_saving_per_token_means_per_iteration() -> None:
-    assert implied_saving_us(CLAIM) == pytest.approx(236.4, abs=0.01)
-    assert implied_saving_us({"tpot_before_ms": 3, "tpot_after_ms": 2.5, "accept_length": 2}) == pytest.approx(1000)
 
 
 def test_every_variant_is_a_scenario_at_every_point() -> None:

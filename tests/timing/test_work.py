@@ -1,8 +1,6 @@
 """Copies of work: every tensor its own, views of one memory still views of one memory."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -32,20 +30,6 @@ def test_a_copy_shares_no_memory_and_keeps_its_views() -> None:
     second.call()()
     assert torch.equal(second.arguments["out"], pool[0].T + pool[1].T)
     assert not out.any()
-
-
-def test_work_is_prepared_anew_for_each_copy_and_keeps_its_check() -> None:
-    seen: list[Mapping[str, Any]] = []
-
-    def prepare(**arguments: Any) -> Any:
-        seen.append(arguments)
-        return lambda: arguments["x"]
-
-    work = GpuWork(prepare, {"x": torch.ones(2)}, 8, 2, check=lambda arguments: None)
-    copies = [work, work.copy(1), work.copy(2)]
-    assert [copy.call()() is copy.arguments["x"] for copy in copies] == [True] * 3
-    assert len({id(arguments["x"]) for arguments in seen}) == 3
-    assert {(copy.bytes_moved, copy.operations, copy.check) for copy in copies} == {(8, 2, work.check)}
 
 
 def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
