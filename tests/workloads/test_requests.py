@@ -9,7 +9,7 @@ from lab.metadata import ForwardMode, KVLayout, KVPool
 from lab.workloads.requests import Requests, admit, new_pool, num_pages
 
 P = 4
-PREFIX_LENS, Q_LENS = (3, 0, 9), (2, 2, 2)
+PREFIX_LENS = (3, 0, 9)
 
 
 def pool_of(*lens: int, **changes: Any) -> KVPool:
