@@ -4,12 +4,15 @@ import importlib
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lab.checks import Ranges
 from lab.checks.properties import checks
+from lab.ranges import options_of
+from tests.checks.small import SMALL
 
 ROOT = Path(__file__).parent.parent
 # A kernel for bf16, head_dim 128 and pages of 64, as it is given in somebody's repository; right, wrong, and none at all.
@@ -34,11 +37,7 @@ def crash(**arguments):
 
 crashing = SimpleNamespace(trtllm_batch_decode_with_kv_cache=crash)
 """
-NARROW = (
-    "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-head-dims 128 --lab-page-sizes 64 --lab-q-lens 1 "
-    "--lab-kv-layouts HND --lab-long-requests 300 --lab-large-batches 5 --lab-no-windows --lab-no-sinks --lab-no-nvfp4 "
-    "--lab-longest 70"
-)
+NARROW = options_of(replace(SMALL, head_dims=(128,), page_sizes=(64,), q_lens=(1,), longest=70), "--lab-")
 
 # The axes that the kernels do not limit, narrow for the test's time alone.
 NARROW_BUT_TAKEN = "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-q-lens 1 --lab-longest 70"
