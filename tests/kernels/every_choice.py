@@ -69,20 +69,11 @@ def context(
 ) -> object:
     """Extend: as many keys as rows make a prefill, in which each block of rows has a program; `decodes` have one row each."""
     requests = 8 + decodes
+    query = tensor(8 * q_len + decodes, KV_HEADS * GROUP, head_dim, dtype=BF16)
+    tables, lengths = tensor(requests, kv_len // page_size), (tensor(requests), q_len, kv_len)
+    scales, offsets = (0.1, 1.0), (tensor(requests + 1), tensor(requests + 1))
     return portable.trtllm_batch_context_with_kv_cache(
-        tensor(8 * q_len + decodes, KV_HEADS * GROUP, head_dim, dtype=BF16),
-        _pool(head_dim, page_size, kv),
-        None,
-        tensor(requests, kv_len // page_size),
-        tensor(requests),
-        q_len,
-        kv_len,
-        0.1,
-        1.0,
-        requests,
-        tensor(requests + 1),
-        tensor(requests + 1),
-        window_left,
+        *(query, _pool(head_dim, page_size, kv), None, tables, *lengths, *scales, requests, *offsets, window_left),
         causal=causal,
     )
 
@@ -98,16 +89,11 @@ def mla(
     **options: Any,
 ) -> object:
     """Latent attention of DeepSeek-V3's sizes; with `top_k`, of so many entries for each row, as DeepSeek-V3.2 has it."""
+    query, pool = tensor(REQUESTS, q_len, heads, 512 + rope, dtype=q), tensor(PAGES, 1, page_size, 512 + rope, dtype=kv)
+    table = tensor(REQUESTS, q_len, top_k) if top_k else tensor(REQUESTS, 4096 // page_size)
+    lengths = (tensor(REQUESTS), 65536 if top_k else 4096)
     return portable.trtllm_batch_decode_with_kv_cache_mla(
-        tensor(REQUESTS, q_len, heads, 512 + rope, dtype=q),
-        tensor(PAGES, 1, page_size, 512 + rope, dtype=kv),
-        None,
-        128,
-        512,
-        rope,
-        tensor(REQUESTS, q_len, top_k) if top_k else tensor(REQUESTS, 4096 // page_size),
-        tensor(REQUESTS),
-        65536 if top_k else 4096,
+        *(query, pool, None, 128, 512, rope, table, *lengths),
         sparse_mla_top_k=top_k,
         bmm1_scale=0.1,
         **{name: make() for name, make in options.items()},
@@ -121,25 +107,11 @@ def ragged(q_len: int, dims: tuple[int, int] = (192, 128), dtype: torch.dtype = 
     """A prefill before absorption."""
     requests, heads = 4, 16
     query, key = (tensor(requests * 4096, heads, dims[0], dtype=dtype) for _ in range(2))
-    value = tensor(requests * 4096, heads, dims[1], dtype=dtype)
-    offsets = tensor(requests + 1)
+    value, offsets = tensor(requests * 4096, heads, dims[1], dtype=dtype), tensor(requests + 1)
+    lengths = (tensor(requests), q_len, 4096)
+    scales, window_left, enable_pdl = (0.1, 1.0, 1.0), -1, None
     return portable.trtllm_ragged_attention_deepseek(
-        query,
-        key,
-        value,
-        None,
-        tensor(requests),
-        q_len,
-        4096,
-        0.1,
-        1.0,
-        1.0,
-        requests,
-        -1,
-        offsets,
-        offsets,
-        None,
-        causal,
+        *(query, key, value, None, *lengths, *scales, requests, window_left, offsets, offsets, enable_pdl, causal),
         return_lse=True,
     )
 
@@ -148,10 +120,8 @@ def _decodes() -> Iterator[tuple[str, Call]]:
     for kv in (BF16, E4M3):
         for head_dim in (64, 128, 256):
             for q_len in (1, 4, 8, 16):
-                yield (
-                    f"decode, {8 * q_len} rows, heads of {head_dim}, bf16 over {NAMES[kv]}",
-                    partial(decode, q_len, head_dim, kv=kv),
-                )
+                text = f"decode, {8 * q_len} rows, heads of {head_dim}, bf16 over {NAMES[kv]}"
+                yield text, partial(decode, q_len, head_dim, kv=kv)
     for kv in (BF16, E4M3):
         for head_dim in (64, 128, 256):
             text = f"decode of few requests, heads of {head_dim}, bf16 over {NAMES[kv]}"
@@ -183,10 +153,7 @@ def _decodes() -> Iterator[tuple[str, Call]]:
 def _prefills() -> Iterator[tuple[str, Call]]:
     for kv in (BF16, E4M3):
         for head_dim in (64, 128, 256):
-            yield (
-                f"prefill, heads of {head_dim}, bf16 over {NAMES[kv]}",
-                partial(context, 4096, 4096, head_dim, kv=kv),
-            )
+            yield f"prefill, heads of {head_dim}, bf16 over {NAMES[kv]}", partial(context, 4096, 4096, head_dim, kv=kv)
     for head_dim in (64, 128):
         yield f"prefill in a window, heads of {head_dim}", partial(context, 4096, 4096, head_dim, window_left=127)
     yield "prefill, pages of 16", partial(context, 4096, 4096, page_size=16)
@@ -224,16 +191,12 @@ def _metadata() -> Iterator[tuple[str, Call]]:
     for schedule in Schedule:
         for topk in (1, 4):
             yield f"kv_indices, {schedule.value}, topk {topk}", partial(kv_indices, schedule, topk)
-        yield (
-            f"kv_indices, {schedule.value}, virtual pages in a window",
-            partial(kv_indices, schedule, 1, window_size=4096, sink_size=64, entry_page_size=64, v2p=tensor(4096)),
-        )
+        window = {"window_size": 4096, "sink_size": 64, "entry_page_size": 64, "v2p": tensor(4096)}
+        yield f"kv_indices, {schedule.value}, virtual pages in a window", partial(kv_indices, schedule, 1, **window)
     yield "forward metadata, one pass", lambda: metadata([_pass()])
     yield "forward metadata, sliding window", lambda: metadata([_pass(swa=True)], tensor(4096, dtype=torch.int64))
-    yield (
-        "forward metadata, five passes",
-        lambda: metadata([_pass(seq_len_offset=step, query_rows=step) for step in range(1, 6)]),
-    )
+    five = [{"seq_len_offset": step, "query_rows": step} for step in range(1, 6)]
+    yield "forward metadata, five passes", lambda: metadata([_pass(**numbers) for numbers in five])
 
 
 def kv_indices(schedule: Schedule, topk: int, requests: int = 16, steps: int = 3, **options: Any) -> None:

@@ -48,35 +48,21 @@ GPU = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as compiled for a target, and what it takes of a multiprocessor.
+    """A kernel as compiled for a target, and what it takes of a multiprocessor."""
 
-    Attributes:
-        kernel: name of the Triton function.
-        tile: of an attention kernel, by field; None for others.
-        num_warps, num_stages: Triton's launch options.
-        shared_bytes: shared memory of a program.
-        tensor_memory_columns: of SM100's tensor memory, 512 in all.
-        registers: of a thread.
-        spill_store_bytes, spill_load_bytes: of a thread, as ptxas counts them in the code.
-        stack_bytes: of a thread, spilled registers included.
-        matrix: the matrix instructions in its PTX.
-        fit: programs for which a multiprocessor has the shared memory, registers and tensor memory.
-        ptx_sha256: 16 digits of it, of the PTX, which has no line numbers and no file names in it.
-    """
-
-    kernel: str
-    tile: dict[str, Any] | None
+    kernel: str  # name of the Triton function
+    tile: dict[str, Any] | None  # of an attention kernel, by field; None for others
     num_warps: int
     num_stages: int
-    shared_bytes: int
-    tensor_memory_columns: int
-    registers: int
-    spill_store_bytes: int
+    shared_bytes: int  # of a program
+    tensor_memory_columns: int  # of SM100's tensor memory
+    registers: int  # of a thread, as are the next three
+    spill_store_bytes: int  # as ptxas counts them in the code
     spill_load_bytes: int
-    stack_bytes: int
-    matrix: tuple[str, ...]
-    fit: int
-    ptx_sha256: str
+    stack_bytes: int  # spilled registers included
+    matrix: tuple[str, ...]  # the matrix instructions in its PTX
+    fit: int  # programs for which a multiprocessor has the shared memory, registers and tensor memory
+    ptx_sha256: str  # 16 digits; the PTX has no line numbers and no file names in it
 
 
 class _OnGpu(torch.Tensor):
@@ -138,9 +124,8 @@ def gpu_target(capability: Capability) -> Iterator[list[Compiled]]:
             stack.enter_context(mock.patch.object(owner, name, value))
         for group in (knobs.cache, knobs.compilation, knobs.nvidia):
             stack.enter_context(group.scope())
-        knobs.cache.dir = str(
-            Path(knobs.cache.dir, "gpu_target")
-        )  # kernels beside the log of ptxas, as no other code keeps them
+        # Kernels next to the log of ptxas, as no other code keeps them.
+        knobs.cache.dir = str(Path(knobs.cache.dir, "gpu_target"))
         knobs.compilation.disable_line_info = True
         knobs.nvidia.dump_ptxas_log = True
         stack.enter_context(_Allocate())

@@ -196,9 +196,8 @@ class Simulator:
         if id(jitted) not in self._functions:
             fn = jitted.fn
             names = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-            self._functions[id(jitted)] = types.FunctionType(
-                fn.__code__, Names(self, names), fn.__name__, fn.__defaults__
-            )
+            found = self.globals_of(names) | {"__builtins__": __builtins__}
+            self._functions[id(jitted)] = types.FunctionType(fn.__code__, found, fn.__name__, fn.__defaults__)
         return self._functions[id(jitted)]
 
     def globals_of(self, names: dict[str, Any]) -> dict[str, Any]:
@@ -217,11 +216,6 @@ class Simulator:
     def warp_specialize(self, functions: list[Any], warps: list[int], registers: list[int]) -> None:
         assert len(warps) == len(registers) == len(functions) - 1  # the first partition has the launch's own warps
         self.scheduler.run({f"partition {n}": lambda f=f, args=args: f(*args) for n, (f, args) in enumerate(functions)})
-
-
-class Names(dict):
-    def __init__(self, simulator: Simulator, names: dict[str, Any]) -> None:
-        super().__init__(simulator.globals_of(names), __builtins__=__builtins__)
 
 
 def _copy_box(descriptor: Any, where: list[int], barrier: Barrier, box: torch.Tensor) -> None:

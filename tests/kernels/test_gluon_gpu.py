@@ -1,4 +1,4 @@
-"""The Gluon kernels on an H200, the smallest case first; a wrong result prints its error by blocks of rows and elements.
+"""The Gluon kernels on an H200, the smallest case first.
 
 A deadlock ends no test by itself: run each group (`-k one_tile`, `-k masks`, ...) under `timeout` where one is possible.
 """
@@ -8,19 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from lab import references
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.mla_decode import MLADecodeCall
-from lab.kernels import portable
 from lab.kernels.portable import hopper, mla_decode, paged
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tiles import HopperTile
 from tests.cases import CONTEXT, DECODE, MLA
 from tests.kernels.held import FP16
-from tests.kernels.portable_calls import truth_of
-from tests.kernels.test_portable_gpu import BOUND, posed
+from tests.kernels.test_portable_gpu import assert_right, posed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,32 +41,8 @@ def check(function: str, *lengths: Any, repeats: int = 3, **changes: Any) -> Non
     call, choice = CHOICES[function]
     with mock.patch.object(hopper, "LEAST_MLA_ROWS", 1):
         assert choice(call(**arguments).problem()) is not None, "the problem is left to the plain kernel"
-        truth, truth_lse = truth_of(function, arguments)
-        getattr(portable, function).cache_clear()  # calls of another tile
-        for turn in range(repeats):
-            out, lse = getattr(portable, function)(**arguments)
-            torch.cuda.synchronize()
-            error = references.relative_l2(out, truth)
-            wrong = ~(error <= BOUND) | ~((lse.double() - truth_lse.double()).abs() <= 1e-4) & truth_lse.isfinite()
-            if bool(wrong.any()):
-                shown = errors_by_place(out, truth, lse, truth_lse)
-                pytest.fail(f"call {turn}: {int(wrong.sum())} of {wrong.numel()} vectors wrong\n{shown}")
-
-
-def errors_by_place(out: Tensor, truth: Tensor, lse: Tensor, truth_lse: Tensor) -> str:
-    """Return the largest error of each 16 rows (down) and 16 elements (across) of the first heads, and that of the LSE."""
-    lines = []
-    for head in range(min(out.shape[1], 4)):
-        error = (out[:, head].double() - truth[:, head].double()).abs().nan_to_num(nan=float("inf"))
-        lse_error = (lse[:, head].double() - truth_lse[:, head].double()).abs().nan_to_num(nan=float("inf"))
-        lines.append(
-            f"head {head}: rows, errors by 16 elements, of the LSE (out's size {float(truth.abs().max()):.3g})"
-        )
-        for row in range(0, min(len(error), 256), 16):
-            block = error[row : row + 16]
-            across = " ".join(f"{float(part.max()):8.2g}" for part in block.split(16, 1))
-            lines.append(f"  {row:5}: {across} | {float(lse_error[row : row + 16].max()):8.2g}")
-    return "\n".join(lines)
+        for _ in range(repeats):
+            assert_right(function, arguments)
 
 
 def test_one_tile() -> None:
