@@ -11,12 +11,13 @@ from torch import Tensor
 from corpus.kernels import kernel
 from lab import references
 from lab.checks import ForwardCase, Outcome, judge_forward
-from lab.kernels import portable
+from lab.kernels import portable, prepare
 from lab.metadata import ForwardMode
 from lab.metadata.engine.capture import capture
 from lab.metadata.mha.backend import CallSettings
 from lab.metadata.mha.decode_split import DecodeSplit
 from lab.workloads.inputs.forward_pass import build_forward
+from tests.cases import DECODE
 from tests.devices import DEVICES, IN_INTERPRETER
 from tests.metadata.noted import NotedCalls
 
@@ -120,6 +121,15 @@ def test_bad_input_is_refused() -> None:
             DecodeSplit(references, 2).trtllm_batch_decode_with_kv_cache(**arguments_of(**changes))
     with pytest.raises(ValueError, match=r"decode_splits=3 would be ignored in ForwardMode\.EXTEND"):
         replace(CASE, mode=ForwardMode.EXTEND)
+
+
+def test_each_run_sorts_by_the_lengths_of_its_time() -> None:
+    noted, lens = NotedCalls(), torch.tensor([3, 1, 2], dtype=torch.int32)
+    run = prepare(DecodeSplit(noted, 3), DECODE, **arguments_of(seq_lens=lens))
+    run()
+    lens.copy_(torch.tensor([1, 3, 2]))
+    run()
+    assert [one for lengths, _ in lens_and_rows(noted) for one in lengths] == [1, 2, 3] * 2
 
 
 def test_ragged_rows_are_not_divided() -> None:
