@@ -90,9 +90,9 @@ def stale_mask(backend: VerifyBackend) -> None:
         (
             stale_lengths,
             Drafts.CHAINS,
-            "chains, fused, after the inputs: in iteration 1 .* another cache_seqlens_int32",
+            "chains, fused, after the inputs: in iteration 1 .* wrong cache_seqlens_int32",
         ),
-        (stale_mask, Drafts.TREES, "trees, fused, after the inputs: in iteration 0 .* another mask"),
+        (stale_mask, Drafts.TREES, "trees, fused, after the inputs: in iteration 0 .* wrong mask"),
     ],
 )
 def test_the_check_notices_what_is_stale(
