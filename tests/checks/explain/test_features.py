@@ -349,6 +349,8 @@ def test_what_follows_the_columns_in_use_is_a_feature(
         (SEMAPHORE_BYTES + 63, "xqa", True),
         (SEMAPHORE_BYTES + 64, "xqa", False),  # only the beginning is read
         (0, "trtllm-gen", True),
+        (63, "trtllm-gen", True),
+        (64, "trtllm-gen", False),
         (SEMAPHORE_BYTES, "trtllm-gen", True),
     ],
 )
