@@ -12,7 +12,7 @@ from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.context_parallel import DecodeContextParallel
-from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata
+from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata, count_entries
 from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, build_dsv4_metadata
 from lab.references.forward_metadata import DSAForwardMetadata, dsa_forward_metadata, dsa_metadata_of_rank
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata
@@ -77,6 +77,14 @@ def test_virtual_slots_are_translated() -> None:
     places = build_dsa_metadata(batch, pool, Indexer(8)).page_table_1[:, :40]
     assert torch.equal(places, pool.physical_slots(pool.req_to_token[batch.req_pool_indices, :40]))
     assert not torch.equal(places, pool.req_to_token[batch.req_pool_indices, :40])
+
+
+def test_numbers_of_entries() -> None:
+    places = torch.tensor([[5, 9, -1, -1], [-1, -1, -1, -1], [0, 3, 2, 7], [0, -1, -1, -1]], dtype=torch.int32)
+    lens = torch.zeros(4, dtype=torch.int32)
+    count_entries(places, lens)
+    assert lens.tolist() == [2, 1, 4, 1]
+    assert places.tolist() == [[5, 9, -1, -1], [0, -1, -1, -1], [0, 3, 2, 7], [0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("padding", [0, 2])
