@@ -15,6 +15,7 @@ from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendOutput,
     DraftInputs,
     DraftOutputs,
+    selected_rows,
     supports_draft_extend_graph,
 )
 from studies.stand_in_model import StandInModel, StandInPass, draw_pass
@@ -75,6 +76,11 @@ def test_a_window_layer_writes_and_reads_the_window_pool(device: str, name: str)
     graph = new_graph(model, name)
     for drawn in (draw(model, 5, 61, 40), draw(model, 70)):
         truth_of_pass(model, drawn).hold(replay(graph, drawn), SELECTED)
+
+
+def test_selected_rows_in_numbers() -> None:
+    rows = selected_rows(torch.tensor([1, 4, 2], dtype=torch.int32), 4)
+    assert (rows.dtype, rows.tolist()) == (torch.int64, [0, 7, 9])
 
 
 @pytest.mark.parametrize("second_lens", [(30, 12, 7), (30,)], ids=["same size", "smaller size"])

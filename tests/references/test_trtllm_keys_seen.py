@@ -68,7 +68,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("q_len", [1, 2, 8, 16, 17, 33, 40])
+@pytest.mark.parametrize("q_len", [1, 2, 8, 16, 17, 32, 33, 40])
 @pytest.mark.parametrize("kind", MASKS)
 def test_mask(kind: str, q_len: int) -> None:
     """Also of a request that is shorter than its rows."""
