@@ -41,9 +41,12 @@ ROUNDING_DEVIATION = 0.42
 # / 2.
 EQUAL_LSE = 1 / 8
 LN2 = math.log(2.0)
-# Allowed error of a weight, in float32 roundings of a score as large as the LSE. A sum of products and its scaling each round,
-# and the difference of two scores has twice the error. Scores of 14,000 (base 2) are rounded to multiples of 2**-10.
+# The control's error is also random where scores are large: float32 rounds scores of 14,000 (base 2) to multiples of 2**-10.
+# So a bound may be LARGE_SCORES_FACTOR times as large, but not larger than the error of weights whose scores are rounded
+# SCORE_ROUNDINGS times: by the sum of products and by its scaling, and twice, since a difference of two scores has the error
+# of both.
 SCORE_ROUNDINGS = 4.0
+LARGE_SCORES_FACTOR = 4.0
 SHOWN_VECTORS = 3
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
 # 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
@@ -308,8 +311,8 @@ class Truth:
 
         Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
         output's dtype. A right kernel may round a weight or the result of a part of the keys, and then the output. The control
-        may have no error, as where a row sees one key. Each bound is also at least the error of weights whose large scores are
-        rounded to float32 (SCORE_ROUNDINGS). The error that skip-softmax may cause is added to the bound.
+        may have no error, as where a row sees one key. A bound is larger if large scores are rounded to float32
+        (SCORE_ROUNDINGS). The error that skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))
@@ -317,6 +320,7 @@ class Truth:
         of_scores = (
             self.lse_log2.abs().nan_to_num(posinf=0.0) * LN2 * SCORE_ROUNDINGS * torch.finfo(torch.float32).eps / 2
         )
+        of_scores = torch.minimum(of_scores, comparison.bound * LARGE_SCORES_FACTOR).clamp(max=LARGEST_BOUND)
         bound = torch.maximum(comparison.bound.clamp(min=max(roundings, least_bound)), of_scores) + skipped
         comparison = replace(comparison, bound=bound)
         if not comparison.passed:

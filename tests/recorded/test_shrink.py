@@ -369,7 +369,7 @@ def test_requests_that_see_a_nan_are_not_what_is_wrong() -> None:
 @pytest.mark.parametrize("is_of_contents", [False, True], ids=["wrong with any contents", "wrong with these contents"])
 def test_synthetic_contents_hold_nothing_of_the_users(is_of_contents: bool, tmp_path: Path) -> None:
     """The contents are such as no normal distribution draws."""
-    given = decode_arguments(sinks=SINKS, bmm1_scale=1e-6)
+    given = decode_arguments(sinks=SINKS)
     given |= {"query": given["query"] + 1000, "kv_cache": tuple(each + 1000 for each in given["kv_cache"])}
     call = RecordedCall(DECODE, given)
     wrong = _wrong(_times(2.0), lambda given: not is_of_contents or bool((given["query"] > 500).any()))

@@ -106,13 +106,21 @@ def test_an_lse_may_differ_by_its_bound() -> None:
     assert told.wrong_lse(torch.tensor([[1.0041]])).startswith("1 LSEs are wrong")
 
 
-def test_the_rounding_of_large_scores_to_float32_is_allowed() -> None:
-    """Two keys of scores of about 2 ** 14 in base 2: float32 has multiples of 2 ** -10 there. A request without keys."""
-    large = truth([[2.0**14 * LN2, 2.0**14 * LN2], []], [[1.0, -0.5], []])
-    exact = replace(large, control=large.expected.half(), arithmetic=torch.float16)
-    bound = exact.compare(exact.expected).bound
-    assert bound[0].item() == pytest.approx(4 * 2.0**-24 * LN2 * (2**14 + 1))
-    assert bound[1].item() == 2.0**-10
+def test_large_scores_that_float32_rounds_make_a_bound_larger() -> None:
+    """Two keys of scores of about 2 ** 14 in base 2: float32 has multiples of 2 ** -10 there. A request of two small scores."""
+    large = truth([[2.0**14 * LN2, 2.0**14 * LN2], [0.0, 0.0]], [[1.0, -0.5], [1.0, -0.5]])
+
+    def bounds(error: float) -> list[float]:
+        control = (large.expected * (1 + error)).float()
+        return (
+            replace(large, control=control, arithmetic=torch.float16).compare(large.expected).bound.flatten().tolist()
+        )
+
+    least = 2.0**-11 + 2.0**-24
+    assert bounds(0.0) == [least, least]  # no rounding changes the result
+    assert bounds(2.0**-12) == pytest.approx([4 * 2.0**-24 * LN2 * (2**14 + 1), 2.0**-10])
+    assert bounds(2.0**-14) == pytest.approx([2.0**-10, least])
+    assert bounds(0.2) == [0.5, 0.5]
 
 
 def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
