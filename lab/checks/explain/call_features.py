@@ -207,7 +207,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
         "rank": arguments.get("cp_rank"),
         "ranks": arguments.get("cp_world"),
-        "o_scale_not_1": arguments.get("o_scale") not in (None, 1),
+        **{f"{name}_not_1": arguments.get(name) not in (None, 1) for name in ("o_scale", "o_sf_scale")},
         "transform_mode": arguments.get("bf16q_fp8kv_transform_mode"),
         "cute_dsl_impl": arguments.get("cute_dsl_impl"),
         "not_causal": not problem.causal,
@@ -283,12 +283,14 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
     selected = problem.selected.cpu().where(used, 0)
     up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
     follows = (problem.selected.cpu() >= 0) & ~up_to_last
-    for start, end in pairwise(problem.row_offsets()):
+    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
         before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
         highest = selected[start:end].cummax(1).values
+        num_columns = up_to_last[start:end].sum(dim=1)
+        keys_of_rows = torch.arange(kv_len - len(counts), kv_len) + 1
         yield {
             "no_entry": (counts == 0).any(),
             "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
@@ -296,8 +298,10 @@ def _read_selections(problem: PagedAttention) -> Iterator[Read]:
             "gap_before_entry": (is_gap & before).any(),
             "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
             "entry_after_last": follows[start:end].any(),
-            "partial_load": (up_to_last[start:end].sum(dim=1) % LOADED_COLUMNS > 0).any(),
+            "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
+            "fewest_columns": int(num_columns.min()) if len(counts) else None,
+            "columns_after_row": (num_columns > keys_of_rows).any(),
         }
 
 

@@ -14,7 +14,7 @@ OF_PROBLEM = (
     "interleaved_factors",
 )
 # Optional arguments that are features only as given or not. A function that requires one does not have its feature.
-GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse")
+GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse", "q_seq_lens_cpu")
 # REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
 # between calls are noticed. Each has the beginning of its text.
 REMEMBERED = {
@@ -80,6 +80,8 @@ FEATURES: dict[str, CaseFeature] = {
     "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
     "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
     "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
+    "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
+    "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
     # Of a batch.
     "page_size": Number("page_size is {}", Cost.VALUE),
     "has_window": Condition("{a|no} window is set"),
@@ -135,6 +137,7 @@ FEATURES: dict[str, CaseFeature] = {
     "rank_keys": Condition("the keys are {one rank's|all keys}"),
     "unseen_keys": Condition("{a|no} row sees none of its request's keys on this rank", Cost.VALUE),
     "o_scale_not_1": Condition("o_scale is {not |}1"),
+    "o_sf_scale_not_1": Condition("o_sf_scale is {not |}1"),
     "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
     "cute_dsl_impl": Choice("cute_dsl_impl"),
     **{f"{name}_given": Condition(f"{name} is {{|not }}given") for name in GIVEN},

@@ -10,12 +10,14 @@ covering array is a small set of cases that has every value, or every pair of va
   which kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
 * Full level: also each pair of values and each declared triple. A value whose cases were all declined is tried with every other
   value. A pair without a judged case is tried in cases with more default values, and finally alone.
+* Smoke and full level, if a case is wrong: also simpler cases, then few cases with its unusual values and all values of other
+  axes. They are for the diagnosis.
 """
 
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +36,7 @@ from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import DtypePair
 from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
-from lab.checks.run.verdicts import CaseVerdict
+from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
@@ -43,6 +45,8 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
+MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
+NEARBY_ROUNDS = 6  # after most runs' first five, no wrong case becomes simpler
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
 
@@ -172,11 +176,58 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
 
 
 def _new_cases(scope: Scope, points: Iterable[Point], verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
-    for case in _numbered(scope, points):
-        if repr(replace(case, seed=0)) not in before:
-            before.add(repr(replace(case, seed=0)))
+    return _new(_numbered(scope, points), verdicts)
+
+
+def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    before = {_without_seed(verdict.case) for verdict in verdicts}
+    for case in cases:
+        if _without_seed(case) not in before:
+            before.add(_without_seed(case))
             yield case
+
+
+def _without_seed(case: Configuration) -> str:
+    return repr(replace(case, seed=0))
+
+
+def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield cases that are simpler than the simplest wrong cases. If there is no new one, yield few cases that have the unusual
+    values of a simplest wrong case and together all values of the other axes. Both show the diagnosis which values matter.
+    """
+    model, wrong = _model(scope), [verdict.case for verdict in verdicts if verdict.outcome in BROKEN]
+    simplest, reprs = _simplest(wrong), set(map(_without_seed, wrong))
+    make = partial(Configuration, scope.interface)
+    samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
+    cases = [*_new((each.case for sample in samples_of_wrong for each in _simpler(sample, reprs)), verdicts)]
+    for case in () if cases else simplest:
+        if model.completed(case.non_default) is not None:
+            around = replace(model, axes={**model.axes, **{axis: (each,) for axis, each in case.non_default.items()}})
+            points = around.covering(scope.ranges.seed, around.values())
+            cases += _cheapest_first(_numbered(scope, points), scope.ranges, MOST_PRODUCTS)
+    return _new(cases, verdicts)
+
+
+def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
+    """Return at most `MOST_SUBJECTS` cases with few values that are not defaults, none with all such axes of another."""
+    chosen = list[Configuration]()
+    for case in sorted(cases, key=lambda case: len(case.non_default)):
+        if not any(each.non_default.keys() <= case.non_default.keys() for each in chosen):
+            chosen.append(case)
+    return chosen[:MOST_SUBJECTS]
+
+
+def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
+    """Yield points simpler than a wrong one: on one axis, and together on all axes on which a simpler point is wrong too."""
+    together = subject
+    for axis in subject.point:
+        for each in subject.smaller(axis):
+            yield each
+            more = replace(together, point={**together.point, axis: each.point[axis]})
+            is_first = together.point[axis] == subject.point[axis]
+            if is_first and _without_seed(each.case) in wrong and subject.model.fits(more.point):
+                together = more
+                yield together
 
 
 def _draw_on(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
@@ -198,9 +249,11 @@ def _judge(run: CaseRun) -> None:
 
 
 IN_CIRCUMSTANCES = tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1))
+PAIRS_AGAIN = tuple(partial(_again, chosen) for chosen in CHOSEN)
+NEARBY = (_nearby,) * NEARBY_ROUNDS
 MORE: dict[Level, Sequence[Following]] = {
     Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
-    Level.SMOKE: IN_CIRCUMSTANCES,
-    Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+    Level.SMOKE: (*IN_CIRCUMSTANCES, *NEARBY),
+    Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *PAIRS_AGAIN, _alone, *NEARBY),
 }
 CHECK = Check("K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, draw_on=_draw_on)

@@ -201,8 +201,9 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (
             RAGGED,
             {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([5, 7])},
-            "host_lengths=int64",
+            "host_lengths=int64 q_seq_lens_cpu_given",
         ),
+        (RAGGED, {"o_sf_scale": 0.5}, "o_sf_scale_not_1"),
     ],
 )
 def test_an_argument_adds_its_features(interface: AttentionCall, changes: dict[str, Any], features: str) -> None:
@@ -339,6 +340,14 @@ def test_what_follows_the_columns_in_use_is_a_feature(
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
     found = [name in only for name in ("entry_after_last", "partial_load")]
     assert found == [follows, is_partial]
+
+
+@pytest.mark.parametrize(("lens", "fewest", "is_more"), [([2, 3], 2, False), ([1, 4], 1, True), ([3, 3], 3, True)])
+def test_the_columns_of_rows_are_compared_with_their_keys(lens: list[int], fewest: int, is_more: bool) -> None:
+    """The two rows of the request have two and three keys."""
+    arguments = sparse_arguments(latent_batch([2], [3]), [[0] * 4] * 2, lens=lens)
+    (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
+    assert (only["fewest_columns"], "columns_after_row" in only) == (fewest, is_more)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,29 @@ def test_where_nothing_is_declined_nothing_follows_at_the_smoke_level() -> None:
     assert len(verdicts_in_rounds(lambda _: Outcome.RIGHT, Level.SMOKE)) == len(fixed)
 
 
+def test_after_a_wrong_case_simpler_cases_show_what_it_needs_and_others_what_it_does_not_need() -> None:
+    """The first cases have both an output and a scale that are not default only together with other such values."""
+    axes, model = {"bmm1_scale", "out"}, MODELS[AttentionCall.DECODE](SMALL)
+
+    def unusual(case: Configuration) -> set[str]:
+        return {axis for axis in model.axes if case[axis] != model.default[axis]}
+
+    def outcome_of(case: Configuration) -> Outcome:
+        return Outcome.WRONG if axes <= unusual(case) else Outcome.RIGHT
+
+    assert axes not in map(unusual, CHECK.cases(AttentionCall.DECODE, SMALL, Level.SMOKE))
+    verdicts = verdicts_in_rounds(outcome_of, Level.SMOKE)
+    wrong = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.WRONG]
+    simplest = next(case for case in wrong if unusual(case) == axes)
+    near = [case for case in wrong if all(case[axis] == simplest[axis] for axis in axes)]
+    for axis in model.axes.keys() - axes:
+        fitting = {
+            each for each in model.axes[axis] if model.completed({**simplest.non_default, axis: each}) is not None
+        }
+        assert {case[axis] for case in near} == fitting
+    assert len({repr(verdict.case) for verdict in verdicts}) == len(verdicts)
+
+
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:
     function = MetadataFunction.MLA_PREFILL  # it has the fewest cases
     name, new = "tests.checks.parameters.declining_builder", list[bool]()
