@@ -90,6 +90,7 @@ def test_after_a_wrong_case_simpler_cases_show_what_it_needs_and_others_what_it_
         }
         assert {case[axis] for case in near} == fitting
     assert len({repr(verdict.case) for verdict in verdicts}) == len(verdicts)
+    assert CHECK.more[Level.FULL][-1] is CHECK.more[Level.SMOKE][-1]
 
 
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:
