@@ -41,6 +41,7 @@ def test_a_mask_says_which_of_the_newest_keys_a_row_sees(elements: int, monkeypa
     monkeypatch.setitem(PIECE_ELEMENTS, "cpu", elements)
     shown = torch.tensor([[[False, True], [True, False]]])
     assert outs(truth([[0.0] * 3], [[2.0, 4.0, 8.0]], [2], shown=shown)) == pytest.approx([5.0, 3.0])
+    assert outs(truth([[0.0] * 2], [[4.0, 8.0]], [2], shown=shown)) == pytest.approx([8.0, 4.0])  # all keys are drafts
 
 
 def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
