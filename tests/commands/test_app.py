@@ -57,8 +57,8 @@ def test_help_and_completion_are_quick() -> None:
 
 
 WITHOUT_TORCH = {
-    "judge lab.references --only K99": "there is no check 'K99'",
-    "judge lab.references --functions decoding": "there is no function 'decoding'",
+    "judge lab.references --only K99": "there is no check 'K99'; there are K1 or oracle, K2 or finite, ",
+    "judge lab.references --functions decoding": "there is no function 'decoding'; there are decode or trtllm_batch_decode",
     "judge lab.references --profile trt": "no profile is called 'trt'",
     "judge broken.py": "broken.py cannot be imported: SyntaxError: invalid syntax (broken.py, line 1)",
     "judge broken:kernel": "broken:kernel cannot be imported: SyntaxError: ",

@@ -263,6 +263,7 @@ def test_shadow_has_the_bound_of_e4m3_arithmetic_where_it_is_chosen(engine: Engi
             engine.decode(**arguments)
         wrongs.append(recorder.wrong)
     assert wrongs == [[1], []]
+    assert recorder.summary() == f"none of 1 call recorded in {engine.folder}; 1 judged, 0 wrong"
 
 
 def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model(engine: Engine) -> None:

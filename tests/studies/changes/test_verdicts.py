@@ -26,6 +26,11 @@ def test_an_observation_has_the_figures_of_its_clocks() -> None:
     assert stated("MHA", "here", False, "3 launches") == Observation("MHA", "here", FAILS, "3 launches")
 
 
+def test_a_clock_that_contradicts_beside_one_that_cannot_tell_is_a_contradiction() -> None:
+    clocks = {name: (Times(100.0, 1.0), Times(after, 1.0)) for name, after in (("one", 100.0), ("other", 120.0))}
+    assert compared("MHA", "here", clocks).standing is FAILS
+
+
 def aspect(standings: str, of_claim: bool = True) -> Aspect:
     by_letter = {"h": HOLDS, "f": FAILS, "u": UNDECIDED}
     found = tuple(Observation("MHA", str(place), by_letter[each], "") for place, each in enumerate(standings))
