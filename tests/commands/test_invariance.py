@@ -95,7 +95,7 @@ def test_reasons_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--require", "batch"], "there is no factor 'batch'"),
+        (["--require", "batch"], "there is no factor 'batch'; there are batch-size, position"),
         (["--factors", "K7"], "there is no factor 'K7'"),
         (["--functions", "encode"], "there is no function 'encode'"),
         (["--head-dims", "0"], "is not a whole number"),

@@ -17,7 +17,7 @@ from lab.reports.tables import terminal_of
 from studies.changes import CHANGES
 from studies.changes.entries import Entry, day_of, file_of, read_entries
 from studies.changes.overview import PAGE, claims_table, kernels_sentence, page
-from studies.changes.run import DEFAULT_OUT, show
+from studies.changes.run import DEFAULT_OUT, run_command, show
 from tests.commands.command import run
 from tests.studies.recorded import FOLDER, MODULES, recorded, slowed
 
@@ -194,6 +194,10 @@ def test_a_wrong_command_line_is_refused(wrong: str, tmp_path: Path, capsys: pyt
     assert "Traceback" not in said
     assert run(f"experiments changes --recorded {tmp_path}") == 125
     assert "none of the recordings" in capsys.readouterr().err
+
+
+def test_a_commands_exit_status_is_handed_on() -> None:
+    assert run_command([sys.executable, "-c", "raise SystemExit(5)"]) == 5
 
 
 def test_a_file_that_git_does_not_know_is_of_the_day_on_which_it_was_written(folder: Path) -> None:
