@@ -347,6 +347,7 @@ def row_id(row: tuple[Kernel, Capability | None, dict[str, Any], str | None]) ->
 def test_why_not(kernel: Kernel, capability: Capability | None, changes: dict[str, Any], fragment: str | None) -> None:
     reason = why_not(kernel, capability, problem(kernel, **changes))
     assert reason is None if fragment is None else fragment in str(reason)
+    assert str(reason).strip(" .") == str(reason)
 
 
 def test_a_cpu_runs_triton_kernels_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:

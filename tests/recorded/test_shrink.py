@@ -224,6 +224,13 @@ def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
             assert torch.equal(_rows(last_rows), of_last[-width:])
 
 
+def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:
+    whole = decode(block_tables=int32([4, 0, 0], [8, 2, 0], [4, 1, 7]))  # of 1, 2 and 3 pages
+    by_table, by_id = (each.given["block_tables"].tolist() for each in fewer_pages(whole))
+    assert by_table == [[0, 0, 0], [1, 2, 0], [0, 3, 4]]
+    assert by_id == [[2, 0, 0], [4, 1, 0], [2, 0, 3]]
+
+
 def test_rows_of_no_request_are_left_out() -> None:
     assert CALLS["context"].problem().num_rows == 9
     *_, last = fewer_requests(CALLS["context"])

@@ -205,6 +205,16 @@ def test_every_cited_finding_is_there_with_its_text(page: Page, html: str) -> No
             assert re.search(rf'id="finding-{slug(line[3:])}">\s*<h4>{line.split()[1]} ', html)
 
 
+@pytest.mark.parametrize("table", ["judge-runs", "verdicts"])
+def test_the_largest_error_of_a_right_case_is_of_right_cases(page: Page, table: str) -> None:
+    for name, content in contents():
+        if "checks" in content:
+            ratios = [float(case.get("worst_ratio", 0)) for case in content["cases"] if case["outcome"] == "right"]
+            rows = [row for row in page.tables[table].records() if row["run"].text == name]
+            shown = [row["largest error of a right case, % of bound"].order for row in rows]
+            assert max(filter(None, shown)) == pytest.approx(100 * max(ratios))
+
+
 def test_every_benchmark_is_there_with_its_numbers(page: Page) -> None:
     runs = [content for _, content in contents() if "benchmarks" in content]
     for place, run in enumerate(runs):
