@@ -15,8 +15,8 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return a bool mask of the page table's cells whose pages the call reads. If rows select entries, the mask is of the cells
-    of `selected` whose entries the call reads.
+    """Return a bool mask of the page table's cells whose pages the call reads. In sparse attention, return a bool mask of the
+    cells of `problem.selected` whose cache entries the call reads.
     """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)

@@ -41,7 +41,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """Sizes for which FlashInfer compiles a kernel, and whether FlashInfer's sources and the lab support them."""
+    """Whether FlashInfer's sources compile for a kernel's head_dim, group and page size, and whether the lab accepts them."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source

@@ -144,7 +144,9 @@ def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the cached tokens of each request running at `at_ms`. It runs for output_length * `ms_per_token` after arrival."""
+    """Return the number of cached tokens of each request that runs at `at_ms`. A request runs for output_length *
+    `ms_per_token` after its arrival.
+    """
     if not 0 < ms_per_token < math.inf:
         raise ValueError(
             f"ms_per_token={ms_per_token} must be finite and more than 0: the time that one generated token takes"

@@ -123,8 +123,8 @@ def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) ->
 
 
 def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each pair or triple of values that has no judged case, though each value alone has one. All other values
-    of the case are defaults.
+    """Yield a case for each pair or triple of parameter values that no judged case has together, if judged cases have each of
+    these values. All other parameters of the case have their defaults.
     """
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
@@ -218,7 +218,9 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield points simpler than a wrong one: on one axis, and together on all axes on which a simpler point is wrong too."""
+    """Yield simpler variants of a wrong case's parameter values. A variant has a simpler value of one parameter; the last ones
+    combine the simpler values with which the case is still wrong.
+    """
     together = subject
     for axis in subject.point:
         for each in subject.smaller(axis):

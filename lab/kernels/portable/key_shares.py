@@ -169,8 +169,9 @@ def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.const
     """Divide the keys of each request and K/V head of a small batch into equal parts, one for each program, unless lengths
     differ too much.
 
-    Parts that the longest request does not fill are empty, and are the first. START_PLACES are not counted, because every part
-    has the same time to begin and end. The request and the part follow from the program's number while the lengths are read.
+    If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part
+    (START_PLACES) is not counted, because it is the same for every part. A program computes its request and its part from its
+    number, so it need not wait for the lengths.
     Programs of the last parts, which are never empty, have the first numbers: the GPU runs these programs on different
     multiprocessors.
     """

@@ -43,8 +43,8 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its products, and tiles
-    have 128 rows, for two warp groups. TMA loads these tiles, which saves registers for addresses, and tiles of up to 32 rows,
-    whose first keys then arrive sooner.
+    have 128 rows, for two warp groups. TMA loads tiles of 128 rows, so that no registers hold addresses, and tiles of up to 32
+    rows, whose first keys then arrive sooner.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))
@@ -91,10 +91,10 @@ def choose_prefill_tile(
     """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows. `tile` is the
     result of `choose_tile`, and `described` True if TMA can load the tiles of K and V.
 
-    Programs of a request's blocks find each other's keys in L2, so blocks of 64 rows read no more from memory than blocks of
-    128, and mask fewer keys. On SM90 they were slower with pages of 16 tokens, which TMA does not load. On SM100 one product
-    takes 128 rows. A block of up to 32 rows sees few keys: with two warps, four programs of a multiprocessor hide each other's
-    waits.
+    Blocks of 64 rows read no more from memory than blocks of 128, because programs of one request find its keys in L2, and
+    they mask fewer keys. With pages of 16 tokens, which TMA does not load, blocks of 64 rows were slower on SM90. On SM100 one
+    product takes 128 rows. If a request has up to 32 rows, a program has two warps, so that four programs run on a
+    multiprocessor and hide each other's waits.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile

@@ -172,9 +172,10 @@ class KVPool:
         return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return the index of each slot in the caches of the full pool: int64, same shape. It is the slot itself, except with
-        virtual pages: there slot -1 and a slot whose virtual page has no page of the caches have index 0, which is reserved for
-        padding.
+        """Return the index of each slot in the caches of the full pool: int64, same shape.
+
+        Without virtual pages, the index is the slot. With virtual pages, `v2p` maps the slot's page to a page of the caches.
+        Slot -1, and a slot whose page is not mapped, have index 0, which is reserved for padding.
         """
         if self.v2p is None:
             return slots

@@ -50,7 +50,7 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class DSAMetadata:
-    """The metadata of a pass on the sparse MLA decode call: lengths, and the cache index of each token of a row's request."""
+    """The metadata of a pass with the sparse MLA decode call: lengths, and a page table for pages of one token."""
 
     #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
     page_table_1: Tensor

@@ -259,7 +259,7 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the width of a block table for requests of `max_len` tokens, rounded up to a multiple of 4,096."""
+    """Return the number of pages of a row of the block table: `max_len` is rounded up to a multiple of 4,096 tokens."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 

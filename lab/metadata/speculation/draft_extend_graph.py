@@ -20,7 +20,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """For which query rows of a draft extend logits are computed. accept_lens[i] of request i's d rows are accepted."""
+    """The query rows of a draft extend whose logits are computed. Of d rows of request i, accept_lens[i] are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph

@@ -93,11 +93,11 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate the zero-filled mask that a backend uses in all its verifications. Return None if the backend does not verify:
-    without draft tokens, if it belongs to draft steps (`skip_prefill`), or to a draft model (SGLang 0.5.23,
-    `maybe_create_verify_mask`; 0.5.14 allocates a mask for it).
+    """Allocate the zero-filled mask that a backend uses in all its verifications. Return None if the backend does not verify
+    (SGLang 0.5.23, `maybe_create_verify_mask`): there are no draft tokens, or the backend runs draft steps (`skip_prefill`) or
+    a draft model (`is_draft_runner`). SGLang 0.5.14 allocates a mask also for a draft model.
 
-    For 256 requests, 4 draft tokens and 131,072 tokens of context it has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
+    For 256 requests, 4 draft tokens and 131,072 tokens of context the mask has 134,221,824 bytes (FULL) or 4,096 (QLEN_ONLY).
     """
     cells = verify_mask_cells(form, max_batch_size, num_draft_tokens or 0, max_context_len=max_context_len)
     if not num_draft_tokens or skip_prefill or is_draft_runner:

@@ -160,7 +160,7 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return the number to add to entries of the tensor `source` so that slots exceed 32 bits; 0 if a dtype has no room."""
+        # Added to the entries of the tensor `source`, so that the slots computed from them exceed 32 bits.
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0

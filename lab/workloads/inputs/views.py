@@ -18,7 +18,9 @@ ODD = 7  # elements; stride of an axis of size 1, which has no meaning
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of a tensor [..., heads, elements] in which the rows that `rows`, bool [num_rows], selects are NaN."""
+    """Return a copy of a query, [num_rows, heads, elements] or [batch, q_len, heads, elements], with NaN in the rows for which
+    `rows`, bool [num_rows], is True.
+    """
     copied = tensor.clone()
     copied.view(-1, *copied.shape[-2:])[rows.nonzero().flatten().to(copied.device)] = math.nan
     return copied
