@@ -273,6 +273,7 @@ def test_both_gates_trip_on_a_kernel_slowed_on_purpose(
     """pytest-benchmark's `--benchmark-compare-fail` and the lab's, on recorded runs; 10 % trips them, 1 % does not."""
     pytester.makepyfile(test_made_up=BENCHMARK)
     pytester.makeconftest(MACHINE_INFO)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # where it is set, pytest-benchmark measures nothing
 
     def run(name: str, slowdown: float, *options: str) -> pytest.RunResult:
         monkeypatch.setenv("SLOWDOWN", str(slowdown))
