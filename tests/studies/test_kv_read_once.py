@@ -21,6 +21,7 @@ from studies.kv_read_once import (
     HOST_PREPARED,
     HOST_TARGETS,
     PORTABLE,
+    floor_bytes,
     measure_host,
     points_of,
 )
@@ -37,6 +38,11 @@ SMALL = scenario("target_verify/tiny/2q2s70")
 
 def of_group(name: str) -> list[Point]:
     return points_of([name], TRACE)
+
+
+def test_the_floor_of_a_window_has_whole_pages() -> None:
+    """127 keys before the last of 4,080: pages 61 to 63, of 64 keys. 8 K/V heads and 64 query heads of 64 elements."""
+    assert floor_bytes(scenario("decode/gpt-oss-120b/1q1s4080/window")) == 3 * 64 * 8 * 2 * 128 + 64 * 2 * 128
 
 
 def test_the_traced_lengths_are_the_given_traces() -> None:

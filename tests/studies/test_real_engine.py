@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab import references
-from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, pages_of
+from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, page_table, pages_of
 
 PAGE = 4
 
@@ -20,6 +20,11 @@ def slots_of(pages: list[int], kv_len: int) -> list[int]:
 
 def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def test_cells_after_a_requests_last_page_are_0() -> None:
+    slots = torch.tensor([*slots_of([5], 4), *slots_of([5, 2, 9], 9), *slots_of([7], 1)])
+    assert page_table(slots, offsets([4, 9, 1]), PAGE, 9).tolist() == [[5, 0, 0], [5, 2, 9], [7, 0, 0]]
 
 
 class Cache:

@@ -357,6 +357,10 @@ def test_messages_of_a_kernel_move_no_cursor() -> None:
     assert judged.remarks == ("two\nlines" + r"\x00",)
 
 
+def test_a_function_without_a_signature_is_called() -> None:
+    assert refusing(dict)(a=1) == {"a": 1}
+
+
 def test_compiled_code_and_an_error_that_is_its_own_cause_refuse() -> None:
     """NumPy's generator is Cython's, whose frames have a few opcodes that say nothing."""
     with pytest.raises(ValueError, match="low >= high") as compiled:
