@@ -135,6 +135,7 @@ WINDOW = {"window_left": 4}  # the last 5 keys of 33
         (_on_a_rank(4), 3, 3, "it must not see K of request 1"),
         (_on_a_rank(3), 4, 3, "it sees K of request 1"),  # rows of one count see the same keys
         (_on_a_rank(3), 5, 3, "it sees K of request 1"),
+        (_on_a_rank(4), 5, 3, "it sees K of request 1"),
     ],
 )
 def test_the_origin_of_a_non_finite_output_is_named(problem: PagedAttention, row: int, head: int, words: str) -> None:
