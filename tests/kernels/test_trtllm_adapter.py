@@ -309,6 +309,7 @@ def test_everything_else_is_passed(simulate: Simulate, capability: Capability, f
         (SM90, lambda: decode(kv_dtype=E4M3, **K_ONLY), TRANSFORM_MODE, None),
         (SM90, lambda: context(**{SKIPPED_SOFTMAX: 2.0}), SKIPPED_SOFTMAX, 2.0),
         (SM90, lambda: context(**{SKIPPED_SOFTMAX: 0.0}), SKIPPED_SOFTMAX, None),
+        (SM100, lambda: mla(return_lse=True, return_lse_base=None), "return_lse_base", "base2"),
     ],
 )
 def test_only_kernels_that_have_a_setting_get_it(
