@@ -320,6 +320,11 @@ def test_only_kernels_that_have_a_setting_get_it(
     assert call("prepare_", make()).arguments.get(name) == expected
 
 
+def test_sinks_in_a_list_are_passed_as_their_tensor(simulate: Simulate) -> None:
+    simulate(SM100)
+    assert call("prepare_", mla(2, sinks=[TWO_SINKS])).arguments["sinks"].equal(TWO_SINKS)
+
+
 def test_one_rank_of_context_parallelism_is_the_cake_kernels(simulate: Simulate) -> None:
     rank: Arguments = {"cp_world": 2, "cp_rank": 1, "causal_seqlens_kv_global": torch.zeros(3, dtype=torch.int32)}
     given = decode(head_dim=128, return_lse=True, **rank)
