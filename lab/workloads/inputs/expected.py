@@ -32,9 +32,12 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy().tobytes())
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        if not self.data:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(self.shape).to(device)
+        """Return the tensor. Raises RuntimeError if `data` does not have the size of `shape`: a kernel may have made this
+        object, and memory that is not initialised may hold the expected results.
+        """
+        nothing = torch.empty(0, dtype=self.dtype)  # `frombuffer` takes no empty buffer
+        elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype) if self.data else nothing
+        return elements.view(self.shape).to(device)
 
 
 class LateTruth:

@@ -62,6 +62,13 @@ def test_an_output_is_what_it_was() -> None:
     assert SavedTensor.of(torch.zeros(0, 4)).tensor().shape == (0, 4)
 
 
+@pytest.mark.parametrize("data", [b"", bytes(8), bytes(1024)])
+def test_an_output_without_its_elements_is_no_tensor(data: bytes) -> None:
+    # An empty tensor of this shape may lie in memory that held the expected results.
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        SavedTensor(torch.float64, (2, 4, 8), data).tensor()
+
+
 class Calls:
     """A pickle that calls a function where it is read."""
 
