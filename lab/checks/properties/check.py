@@ -36,6 +36,7 @@ class Scope:
     ranges: Ranges  # the values that each parameter may have
     level: Level
     shard: Shard = WHOLE  # the part of a run on several machines; only K18 reads it
+    is_chosen: Callable[[Any], bool] = lambda _: True  # whether the run judges a case: a profile leaves out cases
 
     @property
     def is_full(self) -> bool:

@@ -199,7 +199,8 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
     simplest, reprs = _simplest(wrong), set(map(_without_seed, wrong))
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
-    cases = [*_new((each.case for sample in samples_of_wrong for each in _simpler(sample, reprs)), verdicts)]
+    simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
+    cases = [*filter(scope.is_chosen, _new(simpler, verdicts))]
     for case in () if cases else simplest:
         if model.completed(case.non_default) is not None:
             around = replace(model, axes={**model.axes, **{axis: (each,) for axis, each in case.non_default.items()}})

@@ -222,7 +222,7 @@ class CheckRun:
 
     @property
     def _scope(self) -> Scope:
-        return Scope(self.interface, self._ranges_of_cases, self._run.report.level, self._shard)
+        return Scope(self.interface, self._ranges_of_cases, self._run.report.level, self._shard, self._is_chosen)
 
     @property
     def _ranges_of_cases(self) -> Ranges:

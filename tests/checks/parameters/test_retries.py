@@ -7,8 +7,9 @@ from lab.calls.problem import AttentionCall
 from lab.checks import Configuration, Level, Outcome, judge
 from lab.checks.parameters.coverage import Coverage, Reach, coverage
 from lab.checks.parameters.models import MODELS
+from lab.checks.properties.check import Scope
 from lab.checks.properties.k18_combinations import CHECK
-from lab.checks.run.verdicts import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict, Judged
 from lab.workloads.interfaces import MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
 from tests.checks.small import SMALL
@@ -91,6 +92,23 @@ def test_after_a_wrong_case_simpler_cases_show_what_it_needs_and_others_what_it_
         assert {case[axis] for case in near} == fitting
     assert len({repr(verdict.case) for verdict in verdicts}) == len(verdicts)
     assert CHECK.more[Level.FULL][-1] is CHECK.more[Level.SMOKE][-1]
+
+
+def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_values() -> None:
+    function, model = AttentionCall.DECODE, MODELS[AttentionCall.DECODE](SMALL)
+    wrong = Configuration(function, model.nearest["out", model.axes["out"][-1]])
+    verdicts = [CaseVerdict("a kernel", "K18", function, wrong, "cpu", Judged(Outcome.WRONG, judged=1))]
+
+    def near(scope: Scope) -> list[Configuration]:
+        return list(CHECK.more[Level.SMOKE][-1](scope, verdicts))
+
+    def is_sent(case: Configuration) -> bool:
+        return case["out"] == wrong["out"]
+
+    assert not any(map(is_sent, near(Scope(function, SMALL, Level.SMOKE))))
+    found = near(Scope(function, SMALL, Level.SMOKE, is_chosen=is_sent))
+    assert found
+    assert all(map(is_sent, found))
 
 
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:

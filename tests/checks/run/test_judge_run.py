@@ -13,7 +13,7 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Level, Outcome, Ranges, Report
-from lab.checks.properties.check import Check
+from lab.checks.properties.check import Check, Scope
 from lab.checks.run import audit, judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
 from lab.checks.run.verdicts import Judged, Key
@@ -160,6 +160,21 @@ def test_further_random_cases_end_with_so_many_different_wrong_ones(monkeypatch:
     run = run_of(check, lambda case: Outcome.WRONG if case > 1 else Outcome.RIGHT)
     assert cases_of(judged(run, random_until=time.monotonic() + 60)) == [1, 2, 3]
     assert run._report_so_far().num_random == 4
+
+
+def test_a_round_knows_which_cases_the_profile_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(sends=lambda _, case: case > 1, concerns=lambda _: True)
+    monkeypatch.setattr(judge_run, "profiles", lambda: {"engine": engine})
+    scopes = list[Scope]()
+
+    def note(scope: Scope, _: Sequence[CaseVerdict]) -> list[Any]:
+        scopes.append(scope)
+        return []
+
+    run = run_of(a_check(fixed=lambda scope: [1, 2], more={Level.SMOKE: (note,)}))
+    run.report = replace(run.report, profile="engine")
+    assert cases_of(judged(run)) == [2]
+    assert [*map(scopes[0].is_chosen, (1, 2))] == [False, True]
 
 
 def test_numbers_do_not_depend_on_which_check_is_judged_first() -> None:
