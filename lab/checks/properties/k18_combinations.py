@@ -210,7 +210,9 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return at most `MOST_SUBJECTS` cases with few values that are not defaults, none with all such axes of another."""
+    """Return at most `MOST_SUBJECTS` cases, those with the fewest values that are no defaults. Of two cases, the second is left
+    out if it has such values wherever the first one has.
+    """
     chosen = list[Configuration]()
     for case in sorted(cases, key=lambda case: len(case.non_default)):
         if not any(each.non_default.keys() <= case.non_default.keys() for each in chosen):
