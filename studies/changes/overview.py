@@ -15,12 +15,12 @@ from studies.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing
 PAGE = "experiments.md"
 FLASHINFER = "lab.kernels.trtllm"
 MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; a table counts them all
-SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
+SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or is undecided, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
     "`lab experiments changes` computed every measured number and every verdict of this page from the recordings to which the "
     "page links. A statement *holds* at a point if the change makes the time shorter, *does not hold* if the change makes the "
-    "time longer, and *cannot be told* if neither is certain. A time is shorter if the "
+    "time longer, and *is undecided* if neither is certain. A time is shorter if the "
     f"{INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is entirely more than "
     f"{INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; the rule for a longer time is "
     "the same in the other direction. If a recording has no samples, this interval is computed from the quartiles. If a change "
@@ -30,7 +30,7 @@ METHOD = (
     "claimed)* do not count in the verdict on a change. In the tables, *day* is the day of the file's commit, because "
     "recordings have no date."
 )
-CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
+CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or is undecided, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 
 
@@ -123,16 +123,19 @@ def _recording(found: RecordedFile, folder: Path) -> list[str]:
 
 def _aspect(aspect: Aspect) -> list[str]:
     aside = "" if aspect.of_claim else " (not claimed)"
-    blocks = [f"**{aspect.statement}**{aside} {_sentence(aspect.verdict)}"]
+    head = f"**{aspect.statement}**{aside}"
     if not aspect.observations:
-        return blocks
+        return [f"{head} {_sentence(NOT_RECORDED)}"]
+    blocks = [f"{head} This statement {aspect.verdict}."]
     blocks += [markdown_of(table_of_lines(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()]))]
     listed = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
         listed = [Standing.HOLDS, *listed]  # the table has no figures
     statement = aspect.statement.rstrip(".")
     lines = [
-        f"*{statement}* {standing.value} at: {named(found)}" for standing in listed if (found := aspect.that(standing))
+        f"Points at which *{statement}* {standing.value}: {named(found)}"
+        for standing in listed
+        if (found := aspect.that(standing))
     ]
     return [*blocks, items(lines)] if lines else blocks
 

@@ -21,7 +21,7 @@ class Standing(NamedEnum):
 
     HOLDS = "holds"
     FAILS = "does not hold"
-    UNDECIDED = "cannot be told"
+    UNDECIDED = "is undecided"
 
 
 BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with it
@@ -95,14 +95,14 @@ class Aspect:
 
     @property
     def verdict(self) -> str:
-        """Return one clause: "holds at 5 of 6 points, cannot be told at 1"."""
+        """Return one clause: "holds at 5 of 6 points, is undecided at 1"."""
         if not self.observations:
             return NOT_RECORDED
         total = len(self.observations)
         counts = {standing: count for standing in Standing if (count := self.count(standing))}
         if len(counts) == 1:
             (standing,) = counts
-            every = "all" if standing is Standing.HOLDS else "any of"
+            every = "any of" if standing is Standing.FAILS else "all"
             return f"{standing.value} at {'the one point' if total == 1 else f'{every} {total} points'}"
         first, *others = [f"{standing.value} at {count}" for standing, count in counts.items()]
         return ", ".join([f"{first} of {total} points", *others])

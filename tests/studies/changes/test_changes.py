@@ -22,7 +22,7 @@ def judged(number: int, *altered: Mapping[str, Any]) -> Answer:
 
 
 def counts(aspect: Aspect) -> tuple[int, int, int]:
-    """Points that hold, that do not, and that cannot be told."""
+    """Points that hold, that do not, and that are undecided."""
     holding, failing, undecided = (aspect.count(standing) for standing in Standing)
     return holding, failing, undecided
 

@@ -1,4 +1,4 @@
-"""When a statement holds at a point, when it does not, and when that cannot be told."""
+"""When a statement holds at a point, when it does not, and when it is undecided."""
 
 import pytest
 
@@ -44,9 +44,9 @@ def aspect(standings: str, of_claim: bool = True) -> Aspect:
         ("h", "holds at the one point"),
         ("hhh", "holds at all 3 points"),
         ("ff", "does not hold at any of 2 points"),
-        ("uuu", "cannot be told at any of 3 points"),
-        ("hfuh", "holds at 2 of 4 points, does not hold at 1, cannot be told at 1"),
-        ("fu", "does not hold at 1 of 2 points, cannot be told at 1"),
+        ("uuu", "is undecided at all 3 points"),
+        ("hfuh", "holds at 2 of 4 points, does not hold at 1, is undecided at 1"),
+        ("fu", "does not hold at 1 of 2 points, is undecided at 1"),
     ],
 )
 def test_the_verdict_of_a_statement(standings: str, verdict: str) -> None:
@@ -60,7 +60,7 @@ def test_the_verdict_of_a_statement(standings: str, verdict: str) -> None:
         (("hh", "u"), "holds in part"),
         (("f", "h"), "holds in part"),
         (("f", "u"), "does not hold"),
-        (("u",), "cannot be told"),
+        (("u",), "is undecided"),
         (("", ""), "not recorded"),
     ],
 )
