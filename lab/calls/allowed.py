@@ -70,7 +70,7 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Check the backend of a call, and the arguments of which the lab supports only some values (`CHOICES` and `REFUSED`).
+    """Check the backend of a call, and the arguments for which the lab supports only some values (`CHOICES` and `REFUSED`).
 
     Args:
         backends: the backends that the lab models.

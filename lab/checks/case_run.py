@@ -235,8 +235,8 @@ class CaseRun:
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object with the implementation's attention functions, as an engine's attention backend calls them.
-        Arguments that have their default values are not passed. The object also has `prepare_<name>` for each function of which
-        the implementation has the variant `form`.
+        Arguments that have their default values are not passed. The object also has `prepare_<name>` for each function if the
+        implementation has the variant `form` of this function.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}

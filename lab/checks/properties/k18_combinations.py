@@ -200,13 +200,19 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
-    cases = [*filter(scope.is_chosen, _new(simpler, verdicts))]
-    for case in () if cases else simplest:
-        if model.completed(case.non_default) is not None:
-            around = replace(model, axes={**model.axes, **{axis: (each,) for axis, each in case.non_default.items()}})
-            points = around.covering(scope.ranges.seed, around.values())
-            cases += _cheapest_first(_numbered(scope, points), scope.ranges, MOST_PRODUCTS)
-    return _new(cases, verdicts)
+    if cases := [*filter(scope.is_chosen, _new(simpler, verdicts))]:
+        return iter(cases)
+    return _new(itertools.chain.from_iterable(_around(scope, case) for case in simplest), verdicts)
+
+
+def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
+    """Return cases that have the values of a wrong case that are no defaults, and together all values of the other axes."""
+    model = _model(scope)
+    if model.completed(wrong.non_default) is None:
+        return []
+    around = replace(model, axes={**model.axes, **{axis: (each,) for axis, each in wrong.non_default.items()}})
+    points = around.covering(scope.ranges.seed, around.values())
+    return _cheapest_first(_numbered(scope, points), scope.ranges, MOST_PRODUCTS)
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:

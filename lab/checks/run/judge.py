@@ -31,7 +31,7 @@ from lab.names import functions_named, of_name, profile_name
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
-from lab.workloads.interfaces import interfaces_of
+from lab.workloads.interfaces import Interface, interfaces_of
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 MOST_SECONDS = {Level.QUICK: 17.0}  # the whole run, with the start of workers and the diagnosis, takes 30 s
@@ -104,14 +104,9 @@ def judge(
         ValueError: the implementation has none of the functions, a setting is invalid, or a name in `refusals` is no exception.
         lab.loading.LoadError: the implementation cannot be imported.
     """
-    start, depth = time.monotonic(), of_name(level, {each: (each.value,) for each in Level}, "level")
+    start, depth = time.monotonic(), _level_of(level, profile, shard)
     where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
     _check_settings(isolated, implementation, time_limit_s, workers, drawn)
-    if profile:
-        profile_name(profile)
-    if Shard.of(shard) != Shard() and depth is Level.QUICK:
-        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
-    is_named = isinstance(implementation, str)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals, name)
     given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
@@ -120,14 +115,12 @@ def judge(
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if opened is workers else opened as pool:
-        # Only a later run, or a merger of shards, reads the digest of the sources.
-        is_digested = is_named and (path is not None or bool(shard))
-        has, sources = pool.call(partial(offer_of, name if is_digested else ""))
-        if not (offered := [each for each in has if each in wanted]):
-            raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
+        is_digested = isinstance(implementation, str) and bool(
+            path or shard
+        )  # else no run and no merger reads the digest
+        offered, sources = _offered(pool, name, wanted, is_digested)
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
-        names, folder = () if refused is None else refused.names, _folder_of(name) if is_named else ""
-        report = replace(report, refusals=names, folder=folder)
+        report = replace(report, refusals=refused.names if refused else (), folder=_folder_of(implementation))
         digest = _digest(report, sources, offered, [each.key for each in chosen], count, discover)
         report, earlier = replace(report, run=digest), {} if fresh else earlier_verdicts(path, digest)
         end = max(start + most, time.monotonic() + min(most, LEAST_SECONDS))
@@ -214,10 +207,29 @@ def _digest(report: Report, sources: str, *settings: Any) -> str:
     return hashlib.sha256(repr((sources, whole, machine, settings)).encode()).hexdigest() if sources else ""
 
 
-def _folder_of(name: str) -> str:
+def _folder_of(implementation: Any) -> str:
+    if not isinstance(implementation, str) or implementation.startswith(OF_LAB):
+        return ""
     folder = Path.cwd()
-    is_anywhere = name.startswith(OF_LAB) or place_of(name, folder) == place_of(name, Path(folder.root))
+    is_anywhere = place_of(implementation, folder) == place_of(implementation, Path(folder.root))
     return "" if is_anywhere else str(folder)
+
+
+def _offered(pool: Workers, name: str, wanted: Sequence[Interface], is_digested: bool) -> tuple[list[Interface], str]:
+    """Return the wanted functions that the implementation has, and a digest of the sources, "" unless `is_digested`."""
+    has, sources = pool.call(partial(offer_of, name if is_digested else ""))
+    if not (offered := [each for each in has if each in wanted]):
+        raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
+    return offered, sources
+
+
+def _level_of(level: Level | str, profile: str, shard: str) -> Level:
+    found = of_name(level, {each: (each.value,) for each in Level}, "level")
+    if profile:
+        profile_name(profile)
+    if Shard.of(shard) != Shard() and found is Level.QUICK:
+        raise ValueError(f"shard={shard}: the quick level is not divided, as it takes half a minute")
+    return found
 
 
 def _check_settings(
