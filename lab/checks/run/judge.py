@@ -115,9 +115,7 @@ def judge(
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if opened is workers else opened as pool:
-        is_digested = isinstance(implementation, str) and bool(
-            path or shard
-        )  # else no run and no merger reads the digest
+        is_digested = isinstance(implementation, str) and bool(path or shard)
         offered, sources = _offered(pool, name, wanted, is_digested)
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
         report = replace(report, refusals=refused.names if refused else (), folder=_folder_of(implementation))
@@ -216,7 +214,9 @@ def _folder_of(implementation: Any) -> str:
 
 
 def _offered(pool: Workers, name: str, wanted: Sequence[Interface], is_digested: bool) -> tuple[list[Interface], str]:
-    """Return the wanted functions that the implementation has, and a digest of the sources, "" unless `is_digested`."""
+    """Return the wanted functions that the implementation has, and a digest of the sources, which a later run or a merger of
+    shards reads; "" unless `is_digested`.
+    """
     has, sources = pool.call(partial(offer_of, name if is_digested else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
