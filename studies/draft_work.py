@@ -27,7 +27,7 @@ from lab.metadata.speculation.draft_steps import (
     prepare_iteration,
 )
 from lab.timing.gpu_time import GpuTime, measure
-from lab.timing.host_time import host_time
+from lab.timing.host_time import METHOD, host_time
 from lab.timing.method import Method
 from lab.timing.work import Call, GpuWork
 from studies.draft_scenarios import DraftCase, DraftScenario, build_verify, draft_decode
@@ -41,7 +41,7 @@ def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[s
     work = draft_work(scenario, torch.device("cuda"))
     time = measure(work, method)
     host = host_time({"": work.call()})[""]
-    return time, draft_facts(scenario, work) | host.facts() | {"host_method": host.method}
+    return time, draft_facts(scenario, work) | host.facts() | {"host_method": METHOD}
 
 
 def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:

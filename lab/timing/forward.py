@@ -14,7 +14,7 @@ from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
 from lab.recorded.timed import CallRedraw, RecordedPass
 from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
-from lab.timing.host_time import CALLS_PER_BATCH, host_time
+from lab.timing.host_time import CALLS_PER_BATCH, METHOD, host_time
 from lab.timing.method import L2, Method
 from lab.timing.roofline import Ceilings, roofline, why_impossible
 from lab.timing.sampling import RefusedTimeError
@@ -124,7 +124,7 @@ def time_interleaved(
             "kernel": kernel_names(implementation, forward.functions, forward.query.device),
             "pool_bytes": forward.pool_bytes,
             **hosts[name].facts(),
-            "host_method": hosts[name].method,
+            "host_method": METHOD,
         }
         if is_planned(PlannedOnce(implementation), forward):  # the plan's time includes its copies from the GPU
             plan = host_time({"": staged[name].buffers[0].call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]

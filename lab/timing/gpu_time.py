@@ -94,6 +94,9 @@ class GpuTime:
         return interquartile_range(self.samples_us)
 
 
+Measured = GpuTime | AssertionError | RefusedTimeError
+
+
 def interquartile_range(samples: Sequence[float]) -> float:
     if len(samples) < 2:
         return 0.0
@@ -125,10 +128,8 @@ def measure_interleaved(
     found = measure_staged(staged, method, samples, seed)
     times = {}
     for name, result in found.items():
-        if isinstance(result, AssertionError | RefusedTimeError):
+        if not isinstance(result, GpuTime):
             raise WrongWorkError(name, str(result)) from result
-        if isinstance(result, Exception):
-            raise result
         times[name] = result
     return times
 
@@ -148,9 +149,8 @@ class WrongWorkError(AssertionError):
 
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
-) -> dict[str, GpuTime | Exception]:
-    """Measure staged calls as `measure_interleaved` does. Return the time of each call, or its AssertionError or
-    RefusedTimeError.
+) -> dict[str, Measured]:
+    """Measure staged calls as `measure_interleaved` does. Return the time of each call, or its error.
 
     Between two samples of a call, all its buffers (copies of its tensors) get new queries and lengths, some buffers get new K,
     V and pages, and outputs are filled with NaN. Results are checked after the last sample of all calls: after each sample some
@@ -160,8 +160,7 @@ def measure_staged(
         raise ValueError(f"samples={samples} must be at least 1")
     run_seed = fresh_seed() if seed is None else seed
     order = _shuffled_rounds(list(works), samples)
-    device_index = torch.cuda.current_device()
-    contents = _contents_of(works, run_seed)
+    device_index, contents = torch.cuda.current_device(), _contents_of(works, run_seed)
     kept: list[Kept] = []
 
     def steps() -> Iterator[Step]:
@@ -268,8 +267,8 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
             wipe(work.arguments)
 
 
-def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> dict[str, GpuTime | Exception]:
-    wrong: dict[str, GpuTime | Exception] = {}
+def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> dict[str, Measured]:
+    wrong: dict[str, Measured] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
         groups.setdefault((id(each.redraw), each.seeds, each.whole), []).append(each)

@@ -17,7 +17,6 @@ CALLS_PER_BATCH = 50
 @dataclass(frozen=True)
 class HostTime:
     samples_us: tuple[float, ...]  #: one sample is the mean over one batch of calls
-    method: str = METHOD
 
     @property
     def median_us(self) -> float:

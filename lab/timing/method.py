@@ -32,15 +32,10 @@ _CACHES = {
     "the implementation has it, FlashInfer's workspace shared and a prepared portable call's its own",
     L2.COLD_FLUSH: "one call per sample, L2 filled before it by reading",
 }
-
-
 # Pairs that time nothing, with the reason and what to take instead.
 _REFUSED = {
-    (
-        Clock.GRAPH,
-        L2.COLD_FLUSH,
-    ): "the graph clock times many calls in one replay, and a flush between them would be timed too: "
-    "take L2.COLD_ROTATION, or Clock.CUPTI",
+    (Clock.GRAPH, L2.COLD_FLUSH): "the graph clock times many calls in one replay, and a flush between them would be "
+    "timed too: take L2.COLD_ROTATION, or Clock.CUPTI",
     (Clock.EVENTS, L2.COLD_ROTATION): "the events clock times one call a sample, for which no buffers take turns: take "
     "L2.COLD_FLUSH",
 }
@@ -61,7 +56,6 @@ class Method:
         return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}; {CONTENTS}"
 
 
-# All valid methods.
 METHODS = tuple(Method(clock, l2) for clock, l2 in product(Clock, L2) if (clock, l2) not in _REFUSED)
 
 

@@ -118,13 +118,11 @@ def compare_samples(
     """
     before, after = _checked(before_us, "before"), _checked(after_us, "after")
     p_value = _rank_test(before, after)
-    interval = None
+    interval, speed = None, Speed.UNSURE
+    reason = f"{len(before)} and {len(after)} samples; fewer than {FEWEST_SAMPLES} on a side cannot tell"
     if min(len(before), len(after)) >= FEWEST_SAMPLES:
         interval = _interval_percent(before, after, rule.significance)
         speed, reason = _speed(interval, p_value, rule)
-    else:
-        speed = Speed.UNSURE
-        reason = f"{len(before)} and {len(after)} samples; fewer than {FEWEST_SAMPLES} on a side cannot tell"
     before_median, after_median = float(np.median(before)), float(np.median(after))
     return SampleComparison(
         speed, before_median, after_median, _percent(after_median / before_median), interval, p_value, reason

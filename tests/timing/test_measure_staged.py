@@ -114,17 +114,8 @@ def test_who_is_right_keeps_its_time_beside_who_is_wrong() -> None:
     assert isinstance(found["wrong"], AssertionError)
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (AssertionError("wrong"), WrongWorkError),
-        (RefusedTimeError("wrong"), WrongWorkError),
-        (RuntimeError("wrong"), RuntimeError),
-    ],
-)
-def test_what_refuses_a_time_has_the_name_of_the_call(
-    error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("error", [AssertionError("wrong"), RefusedTimeError("wrong")])
+def test_what_refuses_a_time_has_the_name_of_the_call(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     right = GpuTime((5.0,), COLD, 1, 1, DeviceState())
     found: dict[str, Any] = {"right": right}
     monkeypatch.setattr(gpu_time, "stage", lambda work, method: work)
@@ -132,9 +123,8 @@ def test_what_refuses_a_time_has_the_name_of_the_call(
     works: dict[str, Any] = dict.fromkeys(found)
     assert measure_interleaved(works, COLD) == found
     found["second"] = error
-    with pytest.raises(raised) as caught:
+    with pytest.raises(WrongWorkError, match=r"^second: wrong$"):
         measure_interleaved(works | {"second": None}, COLD)
-    assert str(caught.value) == ("second: wrong" if raised is WrongWorkError else "wrong")
 
 
 def test_samples_are_at_least_one() -> None:
