@@ -182,7 +182,7 @@ def measure_host(point: Point) -> PointRows:
 
     def row_of(variant: Variant, work: GpuWork, times: Mapping[str, HostTime]) -> StudyRow:
         time = times[variant.name]
-        spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
+        spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": HOST_METHOD}
         targets = target_rows(variant.targets, {Figure.HOST: time.median_us}, point.baseline)
         return facts_of(variant, work) | time.facts() | spread | {"targets": targets}
 
