@@ -100,14 +100,15 @@ class RebuiltMetadata(Generic[MetadataT]):
         return self.metadata[batch_size]
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        buffers = vars(self.slices(view.batch_size))
+        buffers = self.slices(view.batch_size)
+        return lambda: copy_tensors(self.build(view, self.pool), buffers)
 
-        def rebuild() -> None:
-            for name, fresh in vars(self.build(view, self.pool)).items():
-                if isinstance(fresh, Tensor):
-                    buffers[name].copy_(fresh)
 
-        return rebuild
+def copy_tensors(built: object, buffers: object, presets: Sequence[str] = ()) -> None:
+    """Copy the tensors of newly built metadata, except those named in `presets`, to the tensors of `buffers`."""
+    for name, fresh in vars(built).items():
+        if isinstance(fresh, Tensor) and name not in presets:
+            getattr(buffers, name).copy_(fresh)
 
 
 class RebuildingBackend(Generic[MetadataT]):

@@ -29,9 +29,6 @@ class SpecInfo:
             else None.
         speculative_step_id: the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V. In SGLang
             each step's backend object keeps it.
-
-    Raises:
-        TypeError, ValueError: a field has the wrong type, shape or range.
     """
 
     num_draft_tokens: int | None = None
@@ -74,7 +71,8 @@ class SpecInfo:
 class ForwardBatch:
     """The fields of SGLang's ForwardBatch from which attention metadata is built.
 
-    The checks use shapes, dtypes and host lists. They never read a device tensor, so ``meta`` tensors are allowed.
+    The checks, which raise TypeError or ValueError, use shapes, dtypes and host lists. They never read a device tensor, so
+    ``meta`` tensors are allowed.
 
     Attributes:
         req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
@@ -91,11 +89,6 @@ class ForwardBatch:
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
             knows the first two. ``seq_lens_cpu`` needs a copy from the device, so no mode requires it. In a prefill on MHA
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
-        spec_info: what speculative decoding adds, or None.
-
-    Raises:
-        TypeError: a field has the wrong type or dtype.
-        ValueError: shapes, devices or host numbers contradict each other.
     """
 
     forward_mode: ForwardMode
@@ -161,7 +154,6 @@ class ForwardBatch:
             _check_length(name, len(lengths), self.batch_size)
             if name != "seq_lens_cpu" and any(length < 0 for length in lengths):
                 raise ValueError(f"{name}={list(lengths)} must not be negative")
-
         new, cached, total = self.extend_seq_lens_cpu, self.extend_prefix_lens_cpu, self.seq_lens_cpu
         if new is None or total is None or not self.forward_mode.is_prefill:
             return

@@ -67,9 +67,6 @@ class PagedKVCache:
             slots: ``[n]`` int64. A row with a negative slot is written to slot 0, which is reserved for padding. If several
                 slots are equal, any of their rows may remain.
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
-
-        Raises:
-            TypeError, ValueError: K or V does not fit the cache's dtype or shape.
         """
         k_pages, v_pages = self.storage if self.layout is KVLayout.NHD else self.storage.transpose(2, 3)
         _check_rows(slots, k=(k_pages, k), v=(v_pages, v))

@@ -33,8 +33,7 @@ class KVPool:
     All bookkeeping is on the host; no method reads the device.
 
     Args:
-        num_requests: largest number of requests at a time.
-        max_context_len: largest number of tokens of one request.
+        num_requests, max_context_len: largest numbers of requests at a time, and of tokens of one request.
         num_pages: pages of the full pool (for layers without a sliding window), sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
         num_virtual_pages: number of virtual pages, sink included, at least ``num_pages``; None: slots refer to pages of the
@@ -74,10 +73,8 @@ class KVPool:
         for name, pages in (("num_pages", num_pages), ("swa_num_pages", swa_num_pages)):
             if pages is not None and pages < 2:
                 raise ValueError(f"{name}={pages} must be at least 2: page 0 is the sink and is never handed out")
-
         if num_virtual_pages is not None and num_virtual_pages < num_pages:
             raise ValueError(f"num_virtual_pages={num_virtual_pages} must be at least num_pages={num_pages}")
-
         self.num_requests = num_requests
         self.max_context_len = max_context_len
         self.page_size = page_size
@@ -96,7 +93,6 @@ class KVPool:
         if num_virtual_pages is not None:
             self.v2p = torch.full((num_virtual_pages,), -1, dtype=torch.int64, device=device)
             self.v2p[0] = 0
-
         generator = torch.Generator().manual_seed(seed)
         self._free_rows = _shuffled_ids(num_requests + 1, generator)
         self._free_pages = _shuffled_ids(named_pages, generator)
@@ -138,7 +134,6 @@ class KVPool:
         self._require_pages("full", "num_pages", free, num_new)
         if self.full_to_swa is not None:
             self._require_pages("sliding-window", "swa_num_pages", self._free_swa_pages, num_new)
-
         new_pages = [self._free_pages.popleft() for _ in range(num_new)]
         request.pages += new_pages
         if self.v2p is not None:
@@ -149,7 +144,6 @@ class KVPool:
             new_swa_pages = [self._free_swa_pages.popleft() for _ in range(num_new)]
             request.swa_pages += new_swa_pages
             self._map_pages(new_pages, self._slots_of_pages(new_swa_pages))
-
         first_page = start // self.page_size
         skipped = first_page * self.page_size
         slots = self._slots_of_pages(request.pages[first_page:]).flatten()[start - skipped : end - skipped]

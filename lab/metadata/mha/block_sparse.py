@@ -151,6 +151,5 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
             q_len_per_req=1,
             enable_block_sparse_attention=True,
         )
-
         copy = partial(copy_selected_pages, metadata, topk_indices, cache, compact)
         return in_turn([copy, call, out[rows:].zero_], out)

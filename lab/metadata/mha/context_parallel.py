@@ -75,11 +75,14 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     lengths = host_lengths(batch, "extend_seq_lens_cpu")
     query_rows(batch)  # raises where only the device knows the prefixes
     prefixes = batch.extend_prefix_lens_cpu or (0,) * batch.batch_size
-    first_rows = list(accumulate(lengths, initial=0))
-    ends = [_block_ends(length, 2 * num_ranks) for length in lengths]
+    first_rows, blocks = list(accumulate(lengths, initial=0)), 2 * num_ranks
+    ends = [
+        list(accumulate((length // blocks + (block < length % blocks) for block in range(blocks)), initial=0))
+        for length in lengths
+    ]
     rows: list[int] = []
     q_lens, kv_lens = [], []
-    for block in (rank, 2 * num_ranks - 1 - rank):
+    for block in (rank, blocks - 1 - rank):
         for first_row, prefix, end in zip(first_rows, prefixes, ends, strict=False):
             rows += range(first_row + end[block], first_row + end[block + 1])
             q_lens.append(end[block + 1] - end[block])
@@ -91,11 +94,11 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
     def twice(table: Tensor) -> Tensor:
         return torch.cat((table, table))
 
-    block_rows = [sum(end[block + 1] - end[block] for end in ends) for block in range(2 * num_ranks)]
+    block_rows = [sum(end[block + 1] - end[block] for end in ends) for block in range(blocks)]
     most_rows = max(block_rows[each] + block_rows[-1 - each] for each in range(num_ranks))
     return ZigzagShard(
         rows=torch.tensor(rows, device=metadata.page_table.device),
-        num_padded_rows=-(-most_rows // (2 * num_ranks)) * 2 * num_ranks,
+        num_padded_rows=-(-most_rows // blocks) * blocks,
         metadata=replace(
             metadata,
             cache_seqlens_int32=int32s(kv_lens),
@@ -130,8 +133,3 @@ def prepare_zigzag(
         select = partial(torch.index_select, query, 0, shard.rows, out=mine)
         steps += [select, attend, partial(out.index_copy_, 0, shard.rows, result)]
     return in_turn(steps, out)
-
-
-def _block_ends(length: int, num_blocks: int) -> list[int]:
-    least, longer = divmod(length, num_blocks)
-    return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))

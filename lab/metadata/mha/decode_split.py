@@ -51,14 +51,9 @@ class DecodeSplit:
                 "a decode call that is divided by length writes to out, and has no LSE: pass out alone"
             )
         lens, out = _movable(arguments["seq_lens"]), arguments["out"]
-        of_requests = {
-            "query": arguments["query"].unflatten(0, (len(lens), -1)),
-            **{
-                name: arguments[name]
-                for name in ("block_tables", "seq_lens", "mask")
-                if arguments.get(name) is not None
-            },
-        }
+        of_requests = {"query": arguments["query"].unflatten(0, (len(lens), -1))}
+        present = [name for name in ("block_tables", "seq_lens", "mask") if arguments.get(name) is not None]
+        of_requests |= {name: arguments[name] for name in present}
         outputs = out.unflatten(0, (len(lens), -1))
         sorted_lens, order = torch.sort(lens)
         steps: list[Callable[[], object]] = [partial(torch.sort, lens, out=(sorted_lens, order))]

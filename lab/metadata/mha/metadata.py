@@ -1,7 +1,7 @@
 """Build the arguments of TRT-LLM's MHA kernels for every forward mode, without reading the device on the host."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
-from lab.metadata.engine.backend import GraphMetadata, prepare_passes, seq_len_offset
+from lab.metadata.engine.backend import GraphMetadata, copy_tensors, prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -156,14 +156,9 @@ def build_mha_metadata(
     (PR 29843); a correct map has none. ``pool.v2p`` maps virtual pages for the full table: to the sink if a virtual page has no
     page (`build_kv_read_table`).
 
-    Args:
-        expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then has
-            `encoder_cache_seqlens` and `encoder_page_table`. Other modes have none; SGLang refuses such a layer in a ragged
-            verification.
-
-    Raises:
-        ValueError: the mode is PREBUILT, batch and pool are on different devices, or the batch lacks a number on the host that
-            the mode needs.
+    `expand_encoder_only_verify` says that the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY
+    then has `encoder_cache_seqlens` and `encoder_page_table`. Other modes have none; SGLang refuses such a layer in a ragged
+    verification. Raises ValueError in the mode PREBUILT, or if the batch lacks a number on the host that the mode needs.
     """
     check_attends(batch, pool)
     cache_seqlens, rows = key_lens(batch), query_rows(batch)
@@ -280,8 +275,4 @@ def _repeat_for_rows(metadata: TRTLLMMHAMetadata) -> None:
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
-    presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
-    for each in fields(TRTLLMMHAMetadata):
-        written, fresh = getattr(metadata, each.name), getattr(built, each.name)
-        if isinstance(written, Tensor) and each.name not in presets:
-            written.copy_(fresh)
+    copy_tensors(built, metadata, () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",))

@@ -82,7 +82,6 @@ class VLLMBackend:
                     "cum_seq_lens_kv": exclusive_cumsum(num_pages(arguments["seq_lens"], page_size)),
                 }
             calls.append(prepare(self.implementation, planned.call.value, **arguments))
-
         return in_turn(calls, out)
 
     def plan_calls(self, batch: ForwardBatch, *_: Any) -> list[PlannedCall]:

@@ -140,11 +140,7 @@ class TRTLLMMLABackend:
 
 
 def mla_call_arguments(
-    batch: ForwardBatch,
-    metadata: TRTLLMMLADecodeMetadata,
-    layer: MLALayer,
-    query: Tensor,
-    cache: PagedLatentCache,
+    batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata, layer: MLALayer, query: Tensor, cache: PagedLatentCache
 ) -> dict[str, Any]:
     return layer_arguments(layer, query, cache) | {
         "block_tables": metadata.block_kv_indices,
@@ -317,7 +313,6 @@ def prepare_mla_dcp_attention(
                 "causal_seqlens_kv_global": own.global_seq_lens_k,
             }
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
-
     lens = [own.seq_lens_k for own in metadata]
     return in_turn([*steps, partial(merge_ranks, calls, lens, out, lse_is_base_e=cute_dsl)], out)
 

@@ -163,9 +163,8 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     columns for the pages of the longest request, and in other modes for the pages of ``max_context_len`` tokens.
 
     Raises:
-        ValueError: the mode is DRAFT_EXTEND or PREBUILT; batch and pool are on different devices; the pool has no
-            sliding-window pages, or has virtual slots (`KVPool`); its pages are no multiple of 128 tokens; or the batch lacks
-            a number that the mode needs.
+        ValueError: the mode is DRAFT_EXTEND or PREBUILT; the pool has no sliding-window pages, has virtual slots (`KVPool`), or
+            its pages are no multiple of 128 tokens; or the batch lacks a number that the mode needs.
     """
     check_dsv4(pool)
     check_attends(batch, pool)
@@ -268,7 +267,6 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         if is_prefill:
             arguments |= {"cum_seq_lens_q": metadata.cum_seq_lens_q, "max_q_len": metadata.max_q_len}
         call = prepare(self.implementation, AttentionCall.DSV4_DECODE.value, **arguments)
-
         steps.append(lambda: indices.copy_(metadata.sparse_indices(ratio, topk_indices)))
         steps.append(lambda: lens.copy_(metadata.sparse_topk_lens(ratio, self.index_topk)))
         return in_turn([*steps, call, out[rows:].zero_], out)

@@ -167,15 +167,8 @@ def build_mla_decode_metadata(
     Column c of the block table has ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the
     request, then page 0, the sink, for pages that only padding rows need, then -1. SGLang has stale values of the request table
     instead of the sink. The width is `mla_block_table_width` of the largest number of keys, padding rows included; SGLang
-    computes it from ``max_seq_len_k``.
-
-    Args:
-        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
-        attention: how a draft step counts keys: MLA as in SGLang, or MLA_WITH_OFFSET.
-
-    Raises:
-        ValueError: the mode is a prefill or PREBUILT, batch and pool are on different devices, the backend does not support the
-            pool or the attention, or the batch lacks a number on the host that the mode needs.
+    computes it from ``max_seq_len_k``. The pool has pages of 32 or 64 tokens. Raises ValueError in a prefill or PREBUILT, if
+    the backend does not support the pool or the attention, or if the batch lacks a number on the host that the mode needs.
     """
     check_mla(pool, attention)
     check_attends(batch, pool)
@@ -189,7 +182,6 @@ def build_mla_decode_metadata(
         width = mla_block_table_width(max_seq_len_k, pool.page_size)
         table = mla_block_table(batch.req_pool_indices, keys, keys, pool, width)
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
-
     rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True)
     layout, most_keys = QueryLayout.PADDED, max_seq_len_k
     if batch.forward_mode.query_rows.are_bounded:
@@ -222,11 +214,7 @@ def replan_outgrown(
 
 
 def build_mla_prefill_metadata(
-    batch: ForwardBatch,
-    pool: KVPool,
-    *,
-    disable_chunked_prefix_cache: bool = False,
-    in_prefill_graph: bool = False,
+    batch: ForwardBatch, pool: KVPool, *, disable_chunked_prefix_cache: bool = False, in_prefill_graph: bool = False
 ) -> TRTLLMMLAPrefillMetadata:
     """Build the metadata of one EXTEND, MIXED, SPLIT_PREFILL or DLLM_EXTEND (SGLang 0.5.23), eager or in a CUDA graph.
 
@@ -234,14 +222,12 @@ def build_mla_prefill_metadata(
     the results.
 
     Args:
-        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting. If it is set, a batch with a cached prefix uses FlashInfer's own
             kernels.
         in_prefill_graph: whether the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
 
     Raises:
-        ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
-            batch lacks a length that the mode needs.
+        ValueError: the mode is another, the pool is none of MLA's, or the batch lacks a length that the mode needs.
     """
     check_mla(pool)
     check_attends(batch, pool)
@@ -319,11 +305,7 @@ def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPoo
 
 
 def new_block_table(
-    modes: Sequence[GraphMode],
-    pool: KVPool,
-    max_batch_size: int,
-    attention: DraftAttention,
-    draft_extend: QueryLayout,
+    modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int, attention: DraftAttention, draft_extend: QueryLayout
 ) -> Tensor:
     """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
     does: ``[max_batch_size, width]`` int32, with room for padding rows.

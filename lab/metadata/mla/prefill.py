@@ -95,10 +95,8 @@ def prepare_mla_prefill(
     is float32 ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls.
     """
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value)
-    arguments |= {
-        "workspace_buffer": workspace_buffer,
-        "out": None if out is None else out[: arguments["query"].shape[0]],
-    }
+    own_out = None if out is None else out[: arguments["query"].shape[0]]
+    arguments |= {"workspace_buffer": workspace_buffer, "out": own_out}
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 

@@ -151,7 +151,6 @@ class DraftExtendGraph:
         self.disable_padding = disable_padding
         self.inputs = model.new_inputs(most_requests, most_rows)
         self.outputs = model.new_outputs(form, most_requests, most_rows)
-
         body = model_body(backend, model, self.inputs, self.outputs, form)
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 

@@ -182,7 +182,6 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
             v2p=pool.v2p,
         )
         launches.insert(0, ragged_lists)
-
     return PreparedDraft(steps, in_turn(launches, None))
 
 

@@ -143,10 +143,8 @@ class PlanStream:
     The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event.
 
     The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
-    their memory. On a tensor from another stream, call ``record_stream(planner.stream)``.
-
-    Raises:
-        NotImplementedError, ValueError: `check_contract` refuses the backend; nothing has run.
+    their memory. On a tensor from another stream, call ``record_stream(planner.stream)``. Raises the errors of
+    `check_contract`.
     """
 
     def __init__(self, backend: VerifyBackend, start: PlanStart = PlanStart.AFTER_INPUTS) -> None:
@@ -180,8 +178,7 @@ class PlanStream:
                 are final, for which the plan waits. None: they are final after the work that is on the current
                 stream now. It must be None on a CPU, where everything runs in order.
 
-        Raises:
-            ValueError: the batch cannot be planned, or an event was passed on a CPU; nothing has run.
+        Raises ValueError, before anything has run, if the batch cannot be planned or an event was passed on a CPU.
         """
         self.backend.check(batch)
         if inputs_final is not None and self.backend.device.type != "cuda":
