@@ -226,14 +226,7 @@ def visible_keys(
 
 
 def visible_to(
-    rows: range,
-    q_len: int,
-    kv_len: int,
-    shown: Tensor | None,
-    device: torch.device,
-    *,
-    causal: bool,
-    window_left: int,
+    rows: range, q_len: int, kv_len: int, shown: Tensor | None, device: torch.device, *, causal: bool, window_left: int
 ) -> Tensor:
     """Return which keys the query rows `rows` (indices in the request) see: bool [num_requests, len(rows), keys], where
     num_requests is 1 without `shown`. Keys after the last key that any of the rows may see are left out. Each request has
@@ -343,12 +336,7 @@ def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def solved_requests(
-    query: Tensor,
-    histories: Sequence[History],
-    q_lens: Sequence[int],
-    rules: Rules,
-    *,
-    with_control: bool = False,
+    query: Tensor, histories: Sequence[History], q_lens: Sequence[int], rules: Rules, *, with_control: bool = False
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
     """Compute the attention of the query rows of consecutive requests. Requests of equal sizes are computed together, and long
     ones in several pieces.

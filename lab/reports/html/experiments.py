@@ -23,10 +23,7 @@ def picture_of(figure: Figure, description: str) -> dict[str, str]:
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    return {
-        "uri": f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}",
-        "description": description,
-    }
+    return {"uri": f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", "description": description}
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
