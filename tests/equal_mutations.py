@@ -169,8 +169,8 @@ lab/references/softmax_attention.py
 - visible = visible & (keys >= rows - window_left)
 + visible = visible * (keys >= rows - window_left)
 = both are bool
-- with_control: bool = False,
-+ with_control: bool = True,
+- query: Tensor, histories: Sequence[History], q_lens: Sequence[int], rules: Rules, *, with_control: bool = False
++ query: Tensor, histories: Sequence[History], q_lens: Sequence[int], rules: Rules, *, with_control: bool = True
 = the reference that leaves it out does not read the control
 ~ for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
 lab/references/truth.py
