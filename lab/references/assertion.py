@@ -69,16 +69,14 @@ def assert_close_to_reference(
         problem.check_values()
     refuse_nan(problem)
     returned, returned_lse = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    given = None if call.out is returned else call.out  # a kernel that returns its result has to write it there too
-    wrongs = _wrong_form(problem, call, returned, check_dtype)
-    if given is not None:
-        wrongs += _wrong_form(problem, call, given, check_dtype)
+    outputs = [("", returned)]
+    if call.out is not None and call.out is not returned:  # a kernel that returns its result has to write it there too
+        outputs.append(("the given out: ", call.out))
+    wrongs = [wrong for _, each in outputs for wrong in _wrong_form(problem, call, each, check_dtype)]
     if not wrongs:
         has_rows = not problem.has_no_rows and problem.row_offsets()[-1] > 0
         truth = truth_of_problem(problem, arithmetic) if has_rows else None
-        wrongs += _wrong_vectors(returned, truth)
-        if given is not None:
-            wrongs += [f"the given out: {wrong}" for wrong in _wrong_vectors(given, truth)]
+        wrongs += [f"{where}{wrong}" for where, each in outputs for wrong in _wrong_vectors(each, truth)]
         for each in (returned_lse, None if lse is returned_lse else lse):
             wrongs += [] if each is None else _wrong_lse(problem, call, each, truth)
     if wrongs:

@@ -197,8 +197,7 @@ def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | N
     if groups.shape != out.shape[:1]:
         raise ValueError(f"groups must name the request of each of the {out.shape[0]} rows, got {list(groups.shape)}")
     count = int(groups.max()) + 1 if groups.numel() else 0
-    largest = torch.zeros(count, dtype=torch.float64, device=out.device)
-    largest = largest.scatter_reduce(0, groups, allowed, reduce="amax")
+    largest = allowed.new_zeros(count).scatter_reduce(0, groups, allowed, reduce="amax")
     bound = largest[groups].unsqueeze(1).expand_as(error)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the rounding of elements to its multiples
     of_tiny = torch.where(size > 0, smallest / 2 * math.sqrt(expected.shape[-1]) / size, 0.0)
@@ -317,9 +316,8 @@ class Truth:
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))
         skipped = torch.zeros_like(comparison.bound) if self.skipped is None else self.skipped[..., 1]
-        of_scores = (
-            self.lse_log2.abs().nan_to_num(posinf=0.0) * LN2 * SCORE_ROUNDINGS * torch.finfo(torch.float32).eps / 2
-        )
+        sizes = self.lse_log2.abs().nan_to_num(posinf=0.0)
+        of_scores = sizes * LN2 * SCORE_ROUNDINGS * torch.finfo(torch.float32).eps / 2
         of_scores = torch.minimum(of_scores, comparison.bound * LARGE_SCORES_FACTOR).clamp(max=LARGEST_BOUND)
         bound = torch.maximum(comparison.bound.clamp(min=max(roundings, least_bound)), of_scores) + skipped
         comparison = replace(comparison, bound=bound)

@@ -74,9 +74,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
     my_rows, query_lens, key_lens, requests = [], [], [], []
     for block in (rank, blocks - 1 - rank):
         for i in range(len(batch.seq_lens)):
-            sizes = [0] * blocks
-            for token in range(query_length(batch, i)):
-                sizes[token % blocks] += 1
+            sizes = [len(range(first, query_length(batch, i), blocks)) for first in range(blocks)]
             before, own = sum(sizes[:block]), sizes[block]
             my_rows += [whole.cu_seqlens_q[i] + before + token for token in range(own)]
             query_lens.append(own)
@@ -91,9 +89,8 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
     """
     keys, pages = [], []
     for i, row in enumerate(batch.req_pool_indices.tolist()):
-        for _ in range(query_length(batch, i)):
-            keys.append(key_length(batch, i))
-            pages.append(live_pages(row, key_length(batch, i), pool))
+        keys += [key_length(batch, i)] * query_length(batch, i)
+        pages += [live_pages(row, key_length(batch, i), pool)] * query_length(batch, i)
     return keys, pages
 
 
@@ -134,9 +131,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     table = []
     for row, own, most in zip(batch.req_pool_indices.tolist(), seen, padded, strict=True):
         pages = live_pages(row, own, pool)
-        for _ in range(len(pages) * pool.page_size, most, pool.page_size):
-            pages.append(0)
-        table.append(pages)
+        table.append(pages + [0 for _ in range(len(pages) * pool.page_size, most, pool.page_size)])
     return MLAForwardMetadata(padded, seen, block, list(accumulate(query_lens, initial=0)), table)
 
 
@@ -306,8 +301,7 @@ def key_length(batch: Any, i: int) -> int:
     """
     mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
-        for _ in range(int(batch.spec_info.speculative_step_id) + 1):
-            length += 1
+        length += int(batch.spec_info.speculative_step_id) + 1
     if mode in ("TARGET_VERIFY", "RAGGED_VERIFY"):
         length += query_length(batch, i)
     return length
