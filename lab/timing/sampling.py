@@ -26,6 +26,7 @@ LEAD_CYCLES = 2_000_000
 AGREE_PERCENT = 3.0
 QUEUED_SLACK_US = 25.0
 IDLE_SLACK_US = 150.0
+READ_EVERY = 3  # steps
 
 CudaEvent = torch.cuda.Event
 _synchronize, _now_ns = torch.cuda.synchronize, time.perf_counter_ns
@@ -52,11 +53,9 @@ class Sample:
     host_us: float | None  # by the host's clock; None if the host read the GPU's state during the sample
 
 
-def between_events(
-    steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
-) -> list[Sample]:
+def between_events(steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool) -> list[Sample]:
     """Return a sample of each step, measured by CUDA events. With `queued` the GPU spins while the host launches; otherwise a
-    sample includes the host's launch time. Every `read_every`-th step also reads the GPU's state.
+    sample includes the host's launch time. Every third step also reads the GPU's state.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -64,7 +63,7 @@ def between_events(
         if before is not None:
             before()
         _, empty_us = _timed(None, lead)  # right before the sample: the clocks of the GPU are the same
-        reading = partial(state.read, device_index) if number % read_every == 0 else None
+        reading = partial(state.read, device_index) if number % READ_EVERY == 0 else None
         us, host_us = _timed(run, lead, reading)
         samples.append(Sample(us, None if reading else host_us - empty_us))
     return samples

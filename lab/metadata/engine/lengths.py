@@ -110,11 +110,11 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
 
 
-def seen_by_rows(batch: ForwardBatch, attention: DraftAttention) -> tuple[Tensor, Tensor, Tensor]:
+def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors ``[num_rows]``: the index of each query row's request (for a padding row: of the last request); the
-    number of tokens that the row sees, its own token and those before it; and a bool, True for padding rows.
+    number of tokens that the row sees in MLA, its own token and those before it; and a bool, True for padding rows.
     """
-    keys, mode = key_lens(batch, attention), batch.forward_mode
+    keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
         ends = device_lengths(batch, "extend_seq_lens").cumsum(0)
     else:

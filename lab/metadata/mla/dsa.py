@@ -96,7 +96,7 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer, dcp_
             f"{mode!r} is no mode of DSA (SGLang 0.5.23), which verifies and extends drafts of equally many rows: use "
             "TARGET_VERIFY or DRAFT_EXTEND_V2"
         )
-    request, seen, is_padding = seen_by_rows(batch, DraftAttention.MLA)
+    request, seen, is_padding = seen_by_rows(batch)
     seq_lens = seen if mode.query_rows is QueryRows.ONE else indexer.selected_lens(seen)
     places = pool.physical_slots(pool.req_to_token[batch.req_pool_indices[request]])
     return DSAMetadata(

@@ -27,14 +27,7 @@ from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import (
-    DraftAttention,
-    check_attends,
-    device_lengths,
-    exclusive_cumsum,
-    host_lengths,
-    seen_by_rows,
-)
+from lab.metadata.engine.lengths import check_attends, device_lengths, exclusive_cumsum, host_lengths, seen_by_rows
 from lab.metadata.mla.backend import MLALayer, mla_query_dtype
 from lab.metadata.mla.metadata import longest_request
 
@@ -171,7 +164,7 @@ def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     mode = batch.forward_mode
     if mode.extends_draft and not mode.query_rows.are_uniform:
         raise ValueError(f"{mode!r} is no mode of DSV4 (SGLang 0.5.23): use DRAFT_EXTEND_V2, of equally many rows")
-    request, seen, is_padding = seen_by_rows(batch, DraftAttention.MLA)
+    request, seen, is_padding = seen_by_rows(batch)
     columns, of_prefill = pool.block_table_width, dict[str, Any]()
     if mode.is_prefill or mode.extends_draft:
         rows = host_lengths(batch, "extend_seq_lens_cpu")
