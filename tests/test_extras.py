@@ -89,6 +89,49 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
         assert f"pip install '.[{extra}]'" in said
 
 
+NARROW = "--only K3 --dtypes fp16/fp16 --head-dims 64 --groups 1 --page-sizes 16 --drawn 0 --no-discover --in-process"
+# Commands of the extra "judge", in the order in which they need the files that they write.
+JUDGING = (
+    "checks --profile sglang",
+    "implementations",
+    f"judge tests.checks.someone_elses {NARROW} --shard 1/1 --out {{folder}}/shard.json",
+    "merge {folder}/shard.json --out {folder}/all.json",
+    "judge --case {folder}/all.json#1 --in-process",
+    "judge {folder}/all.json --coverage",
+    "compare {folder}/all.json {folder}/shard.json",
+    "releases {folder}/all.json --package torch",
+    "invariance tests.checks.someone_elses --factors batch-size --functions decode --dtypes fp16/fp16 --head-dims 64 "
+    "--no-nvfp4 --groups 1 --page-sizes 16 --q-lens 1 --long-requests 100 --in-process",
+    "budget --kv bf16 --keys 16 --values normal",
+    "record --out {folder}/calls -- true",
+)
+WITH_THE_JUDGE_ALONE = """
+import json, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[2:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+from lab.__main__ import main
+import lab.pytest_plugin
+for command in json.loads(sys.argv[1]):
+    try:
+        status = main(command.split())
+    except SystemExit as ended:
+        status = ended.code
+    assert status in (None, 0, 125), f"lab {command}: {status}"  # 125: one release is not compared
+"""
+
+
+def test_the_commands_of_the_judge_need_the_packages_of_its_extra_alone(tmp_path: Path) -> None:
+    brought = {"markdown_it", "jinja2"}  # by rich and by torch
+    hidden = [each for each, extra in EXTRA_OF.items() if extra in ("bench", "html", "plots") and each not in brought]
+    commands = json.dumps([command.format(folder=tmp_path) for command in JUDGING])
+    program = [sys.executable, "-c", WITH_THE_JUDGE_ALONE, commands, *hidden]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert not done.returncode, done.stderr
+
+
 def test_the_version_is_a_constant_and_types_are_marked() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", lab.__version__)
     assert (Path(lab.__file__).parent / "py.typed").exists()

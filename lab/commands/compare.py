@@ -56,13 +56,14 @@ def compare(
         refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
     refuse_unreadable("not compared", *filter(None, (before, after)))
     from lab.reports.changed_verdicts import compare_verdicts, has_report
-    from lab.reports.compare import compare as compare_files
-    from lab.timing.statistics import Rule
 
     with refusing_recordings("not compared"):
         if after is not None and has_report(before, after):
             report = compare_verdicts(Path(before), Path(after))
         else:
+            from lab.reports.compare import compare as compare_files
+            from lab.timing.statistics import Rule
+
             with refusing_errors():
                 rule = Rule(minimum_effect_percent, significance)
             report = compare_files(before, after, by, rule, strict)

@@ -155,8 +155,7 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
     because a file may contain any JSON.
     """
     from lab.checks.record import ReportError
-    from lab.reports.compare import NotComparableError
-    from lab.reports.recorded import RecordedFileError
+    from lab.reports.recorded_file import NotComparableError, RecordedFileError
 
     try:
         yield

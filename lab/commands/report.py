@@ -41,7 +41,7 @@ def html(
     require("lab html", "itables", "jinja2", "markdown_it", "matplotlib")
     from lab.files import write_text
     from lab.reports.html.page import html_report
-    from lab.reports.recorded import read_folder
+    from lab.reports.recorded_file import read_folder
 
     with refusing_recordings("no report"):
         page = html_report(folder, read_folder(folder))

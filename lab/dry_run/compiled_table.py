@@ -27,7 +27,7 @@ from lab.kernels.support import why_not
 from lab.kernels.support.trtllm import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 from lab.provenance import environment
-from lab.reports.recorded import grouped
+from lab.reports.tables import grouped
 
 MLA_ROPE = 64
 KERNELS = {kernel.name: kernel for kernel in (XQA, XQA_MLA, FMHA_V2)}

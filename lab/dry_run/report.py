@@ -14,7 +14,8 @@ from lab.dry_run.passes import DryCall, DryPass, DryRun
 from lab.exit_status import ExitStatus
 from lab.gpus import DATASHEETS, Datasheet, sm_name
 from lab.provenance import environment
-from lab.reports.recorded import RecordedFileError, read_run
+from lab.reports.recorded import read_run
+from lab.reports.recorded_file import RecordedFileError
 from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
 from lab.timing.forward import case_facts
 from lab.timing.roofline import least_us

@@ -42,8 +42,7 @@ from lab.kernels.support import Kernel, Problem, why_not
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import LIMITS, division
 from lab.provenance import environment
-from lab.reports.recorded import grouped
-from lab.reports.tables import markdown_of, table_of_lines
+from lab.reports.tables import grouped, markdown_of, table_of_lines
 
 SWEPT_GPUS = ("b200", "b300")
 DRAWN = 1000  # number of random calls of each function

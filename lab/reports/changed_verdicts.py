@@ -26,9 +26,15 @@ from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import DAMAGED
 from lab.named_enum import TextEnum
-from lab.reports.compare import NotComparableError
-from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, facts_of_sides, grouped, read_file
-from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
+from lab.reports.recorded_file import (
+    FileKind,
+    NotComparableError,
+    RecordedFile,
+    RecordedFileError,
+    facts_of_sides,
+    read_file,
+)
+from lab.reports.tables import Cell, Columns, TableReport, grouped, make_table, number, words
 from lab.wording import counted
 
 BAD = (*BROKEN, Outcome.KNOWN)

@@ -30,19 +30,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from lab.exit_status import ExitStatus
-from lab.reports.recorded import (
-    TIMED_BY,
-    Identity,
-    RecordedRun,
-    Row,
-    facts_of_sides,
-    grouped,
-    in_words,
-    read_runs,
-    value_at,
-    without,
-)
-from lab.reports.tables import ABSENT, Cell, Columns, TableReport, make_table, number
+from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row, in_words, read_runs, without
+from lab.reports.recorded_file import NotComparableError, facts_of_sides, value_at
+from lab.reports.tables import ABSENT, Cell, Columns, TableReport, grouped, make_table, number
 from lab.timing.method import L2
 from lab.timing.roofline import why_impossible
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
@@ -63,10 +53,6 @@ WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
 
 RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
-
-
-class NotComparableError(ValueError):
-    """Two recordings must not be compared. The message says why."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lab.checks.run.invariance import Answer, Dependence, Invariance
 from lab.reports.judgement import SHOWN_CHARACTERS, SHOWN_DECLINES, reproduction
-from lab.reports.recorded import grouped
-from lab.reports.tables import Cell, TableReport, table_of_lines, words
+from lab.reports.tables import Cell, TableReport, grouped, table_of_lines, words
 from lab.wording import joined, shortened
 from lab.workloads.interfaces import INTERFACES
 

@@ -20,12 +20,12 @@ from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome, fate_of
 from lab.ranges import Ranges, options_of
 from lab.recorded.case import NAME_OF_OUTPUTS, RecordedCase
-from lab.reports.recorded import grouped
 from lab.reports.tables import (
     TERMINAL_STYLES,
     Cell,
     Columns,
     Table,
+    grouped,
     make_table,
     number,
     print_lines,

@@ -29,10 +29,9 @@ from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings, read_report
-from lab.reports.compare import NotComparableError
 from lab.reports.html.findings import slug
-from lab.reports.recorded import RecordedFile, grouped
-from lab.reports.tables import Cell, TableReport, make_table, words
+from lab.reports.recorded_file import NotComparableError, RecordedFile
+from lab.reports.tables import Cell, TableReport, grouped, make_table, words
 
 CaseKey = tuple[str, ...]  # ranges of parameters, check, function and case
 Verdicts = Mapping[CaseKey, CaseVerdict]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lab.exit_status import ExitStatus
 from lab.files import write_text
@@ -28,6 +28,9 @@ TERMINAL_STYLES = {
     "slower": "red",
     "refused": "magenta",
 }
+
+Group = TypeVar("Group")
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,14 @@ class Table:
 
 
 Columns = Mapping[str, Callable[[Any], Cell]]  # by heading: a function that returns a record's cell in this column
+
+
+def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
+    """Return the members of each group, in the order of the pairs (group, member)."""
+    found: dict[Group, list[Member]] = {}
+    for group, member in pairs:
+        found.setdefault(group, []).append(member)
+    return found
 
 
 def words(value: Any, style: str = "") -> Cell:

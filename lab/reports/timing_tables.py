@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lab.reports.recorded import MODULE_PREFIX, RecordedRun, Rivals, Row, grouped
-from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
+from lab.reports.recorded import MODULE_PREFIX, RecordedRun, Rivals, Row
+from lab.reports.tables import ABSENT, Cell, Columns, Table, grouped, make_table, number, words
 from lab.timing.statistics import Speed
 from lab.wording import counted
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.files import write_text
-from lab.reports.recorded import RecordedRun, environment_facts, grouped, value_at
-from lab.reports.tables import items, markdown_of, table_of_lines
+from lab.reports.recorded import RecordedRun
+from lab.reports.recorded_file import environment_facts, value_at
+from lab.reports.tables import grouped, items, markdown_of, table_of_lines
 from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sorted_rows, timing_tables
 
 REPORT = "report.md"

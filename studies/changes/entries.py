@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from lab.provenance import output_of
-from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_file
+from lab.reports.recorded_file import FileKind, RecordedFile, RecordedFileError, read_file
 from studies.changes import CHANGES, Change
 from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.reports.recorded import RecordedFile
+from lab.reports.recorded_file import RecordedFile
 from lab.reports.tables import Cell, Table, items, markdown_of, table_of_lines
 from lab.timing.statistics import INTERLEAVED
 from studies import command_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.named_enum import NamedEnum
-from lab.reports.recorded import grouped
+from lab.reports.tables import grouped
 from lab.timing.statistics import INTERLEAVED, Speed, Times, compare_times
 
 NOT_RECORDED = "not recorded"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from lab.reports.recorded import grouped
+from lab.reports.tables import grouped
 from studies.pictures.cells import Box, Line, Look, cells_figure
 
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.

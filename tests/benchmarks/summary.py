@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from lab.checks import CaseVerdict, ForwardCase
-from lab.reports.recorded import Row, grouped
-from lab.reports.tables import Columns, Table, make_table, number, terminal_of, words
+from lab.reports.recorded import Row
+from lab.reports.tables import Columns, Table, grouped, make_table, number, terminal_of, words
 from lab.reports.timing_tables import GPU_COLUMNS
 from lab.timing import Ceilings
 

@@ -14,7 +14,7 @@ from lab.checks import judge
 from lab.checks.record import read_cases
 from lab.references import paged_attention
 from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
-from lab.reports.recorded import FileKind, read_file
+from lab.reports.recorded_file import FileKind, read_file
 from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
 

@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from lab.reports.recorded import (
-    FileKind,
-    RecordedFileError,
-    in_words,
-    read_file,
-    read_folder,
-    read_run,
-    read_runs,
-)
+from lab.reports.recorded import in_words, read_run, read_runs
+from lab.reports.recorded_file import FileKind, RecordedFileError, read_file, read_folder
 from tests.reports.recorded_runs import CEILINGS, benchmark, entry, host_entry, write_run
 
 RESULTS = Path(__file__).parent.parent.parent / "results"

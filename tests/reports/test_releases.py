@@ -10,8 +10,7 @@ import pytest
 
 from lab.checks import judge
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
-from lab.reports.compare import NotComparableError
-from lab.reports.recorded import RecordedFileError
+from lab.reports.recorded_file import NotComparableError, RecordedFileError
 from lab.reports.releases import releases_report
 from tests.commands.command import run as run_lab
 from tests.reports.test_changed_verdicts import NAME, RANGES, right, window_off_by_one, without_sinks

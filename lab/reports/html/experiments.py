@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from lab.reports.pictures.style import Drawing
-from lab.reports.recorded import RecordedFile
+from lab.reports.recorded_file import RecordedFile
 from lab.reports.tables import flattened, table_of_records
 
 # A fixed salt for ids makes the figure's bytes the same on any machine. Text drawn as paths does not depend on fonts.

@@ -13,8 +13,9 @@ from lab.checks.properties import checks_by_key
 from lab.checks.run import verdicts
 from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
-from lab.reports.recorded import MODULE_PREFIX, RecordedFile, grouped
-from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
+from lab.reports.recorded import MODULE_PREFIX
+from lab.reports.recorded_file import RecordedFile
+from lab.reports.tables import ABSENT, Cell, Columns, Table, grouped, make_table, number, words
 from lab.wording import counted
 from lab.workloads.interfaces import INTERFACES
 

@@ -17,7 +17,8 @@ from lab.files import DAMAGED
 from lab.reports.html import judged
 from lab.reports.html.experiments import experiment_part, picture_of
 from lab.reports.html.findings import markdown_html
-from lab.reports.recorded import LEAST_FLOOR_US, FileKind, RecordedFile, RecordedFileError, environment_facts, run_of
+from lab.reports.recorded import LEAST_FLOOR_US, run_of
+from lab.reports.recorded_file import FileKind, RecordedFile, RecordedFileError, environment_facts
 from lab.reports.tables import Table, table_of_records
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures

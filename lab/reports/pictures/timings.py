@@ -10,7 +10,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
 from lab.reports.pictures import style
-from lab.reports.recorded import Row, grouped
+from lab.reports.recorded import Row
+from lab.reports.tables import grouped
 from lab.reports.timing_tables import SETTINGS
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000

@@ -22,7 +22,7 @@ from lab.files import read_json, without_suffix, write_text
 from lab.reports.html.findings import markdown_html, slug
 from lab.reports.html.judged import check_name, decline_table
 from lab.reports.html.page import html_report
-from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
+from lab.reports.recorded_file import FileKind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
 from lab.workloads.interfaces import interface_of
 from studies import STUDIES
