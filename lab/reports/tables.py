@@ -123,11 +123,9 @@ def make_table(
     may_be_once = (filled if len(records) > 1 else ()) if say_once is None else say_once
     common = [heading for heading, cells in filled.items() if heading in may_be_once and len({*map(shown, cells)}) == 1]
     kept = {heading: cells for heading, cells in filled.items() if heading not in common}
+    are_numbers = [all(each.number is not None or each.text == ABSENT for each in cells) for cells in kept.values()]
     return Table(
-        tuple(
-            Column(heading, all(cell.number is not None or cell.text == ABSENT for cell in cells))
-            for heading, cells in kept.items()
-        ),
+        tuple(map(Column, kept, are_numbers)),
         tuple(zip(*kept.values(), strict=True)),
         name,
         caption,
@@ -209,12 +207,8 @@ def terminal_of(table: Table, show_lines: bool = False) -> Any:
         pad_edge=False,
     )
     for column in table.columns:
-        made.add_column(
-            Text(column.heading),
-            justify="right" if column.is_number else "left",
-            overflow="fold",
-            no_wrap=column.is_number,
-        )
+        side: Any = "right" if column.is_number else "left"
+        made.add_column(Text(column.heading), justify=side, overflow="fold", no_wrap=column.is_number)
     for row in table.rows:
         made.add_row(*(Text(shown(cell), style=TERMINAL_STYLES.get(cell.style, "")) for cell in row))
     return made

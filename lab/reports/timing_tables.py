@@ -16,7 +16,6 @@ ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario"
 
 
 def sorted_rows(rows: Sequence[Row]) -> list[Row]:
-
     def place(row: Row) -> tuple[tuple[float, str], ...]:
         values = [*(row.facts.get(key) for key in ORDER), row.name]
         return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
@@ -83,13 +82,9 @@ PLAIN_COLUMNS: Columns = {
 def timing_tables(run: RecordedRun) -> list[Table]:
     """Make up to three tables of a run: GPU times, other times, and implementations without a time."""
     gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name="gpu", caption="GPU time")
-    others = make_table(
-        PLAIN_COLUMNS,
-        sorted(run.other_rows, key=lambda row: row.name),
-        name="others",
-        caption="Host time, and times without a recorded clock: not GPU time",
-        say_once=(),
-    )
+    by_name = sorted(run.other_rows, key=lambda row: row.name)
+    caption = "Host time, and times without a recorded clock: not GPU time"
+    others = make_table(PLAIN_COLUMNS, by_name, name="others", caption=caption, say_once=())
     return [table for table in (gpu, others, _not_timed_table(run)) if table.rows]
 
 

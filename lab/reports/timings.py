@@ -14,8 +14,6 @@ from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sor
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
-
-
 METHOD = (
     "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "
     "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "

@@ -67,7 +67,5 @@ def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[dict[
             continue
         try:
             yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
-        except KeyError as error:
-            yield f"{drawing.words}: the file has no {error}"
-        except ValueError as error:
-            yield f"{drawing.words}: {error}"
+        except (KeyError, ValueError) as error:
+            yield f"{drawing.words}: {'the file has no ' if isinstance(error, KeyError) else ''}{error}"

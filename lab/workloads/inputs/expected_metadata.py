@@ -132,13 +132,11 @@ def wrong_mla_metadata(
     block: int | None = None,  # query rows per request in a CUDA graph; None in an eager pass
 ) -> str:
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
+    beyond = metadata.block_kv_indices.shape[1] * pool.page_size % BLOCK_TABLE_TOKENS
     pairs = {
         **_leading("seq_lens_k", metadata.seq_lens_k, expected.seq_lens_k),
         "max_seq_len_q": (metadata.max_seq_len_q, expected.max_seq_len_q),
-        "tokens of a row of the table beyond whole blocks": (
-            metadata.block_kv_indices.shape[1] * pool.page_size % BLOCK_TABLE_TOKENS,
-            0,
-        ),
+        "tokens of a row of the table beyond whole blocks": (beyond, 0),
     }
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         assert metadata.cu_seqlens_q is not None
@@ -156,9 +154,8 @@ def wrong_eager_mla_metadata(
         yield wrong
         return
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA)
-    for request, (cells, pages) in enumerate(
-        zip(metadata.block_kv_indices.tolist(), expected.block_table, strict=True)
-    ):
+    rows_of_table = zip(metadata.block_kv_indices.tolist(), expected.block_table, strict=True)
+    for request, (cells, pages) in enumerate(rows_of_table):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
             yield f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1"
     is_ragged = batch.forward_mode.query_rows.are_bounded

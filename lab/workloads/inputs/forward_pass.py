@@ -159,12 +159,8 @@ class ForwardPass(EnginePass):
             of_requests = self.topk_indices.split(case.q_lens, dim=1)
             own = torch.cat([of_requests[request] for request in requests], dim=1)
             return block_sparse_truth(query, histories, q_lens, own, self.layer)
-        dtypes: dict[str, Any] = {
-            "kv_dtype": case.kv_dtype,
-            "out_dtype": case.dtypes.out,
-            "arithmetic": case.arithmetic,
-        }
-        return mha_truth(rounded(query, case.dtypes.query), histories, q_lens, self.layer, **dtypes)
+        given = rounded(query, case.dtypes.query), histories, q_lens, self.layer
+        return mha_truth(*given, kv_dtype=case.kv_dtype, out_dtype=case.dtypes.out, arithmetic=case.arithmetic)
 
 
 def block_sparse_truth(

@@ -133,16 +133,11 @@ class RaggedInputs:
 
 
 def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
-    needles = [_limits(case, request) for request in range(len(case.q_lens))]
-    query, histories = draw_histories(
-        case,
-        torch.Generator().manual_seed(case.seed),
-        needles if case.contents is Contents.NEEDLES else None,
-        case.num_heads * case.group,
-        case.num_heads,
-        (case.head_dim, case.v_head_dim),
-        case.softmax_scale,
-    )
+    limits = [_limits(case, request) for request in range(len(case.q_lens))]
+    needles = limits if case.contents is Contents.NEEDLES else None
+    generator, heads = torch.Generator().manual_seed(case.seed), (case.num_heads * case.group, case.num_heads)
+    head_dims = case.head_dim, case.v_head_dim
+    query, histories = draw_histories(case, generator, needles, *heads, head_dims, case.softmax_scale)
     parts = [(keys.to(device, case.dtype), values.to(device, case.dtype)) for keys, values in histories]
     query = query.to(device, case.dtype)
     return RaggedInputs(query, case.q_lens, parts, case.softmax_scale, window_left=case.window_left)
