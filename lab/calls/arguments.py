@@ -258,13 +258,18 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
         )
 
 
-def softmax_arguments(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Check the scales, sinks (argument `name`) and skip-softmax threshold, and return them as fields of a problem."""
+def common_fields(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
+    """Check the scales, sinks (argument `name`) and skip-softmax threshold. Return all fields of a problem that every call has
+    in the same form.
+    """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
     if sinks is not None:
         check_vector(name, sinks, call.query.shape[-2], (torch.float32,))
     return {
+        "call": call.function,
+        "seq_lens": call.seq_lens,
+        "cu_seqlens_q": call.cum_seq_lens_q,
         "sinks": sinks,
         "bmm1_scale": check_scale("bmm1_scale", call.bmm1_scale)
         if bmm1_scale_log2 is None

@@ -138,10 +138,9 @@ class DSV4DecodeCall:
         arguments.check_devices(self)
         window, compressed = (self._pool(name) for name in ("swa_kv_cache", "compressed_kv_cache"))
         batch_size, max_q_len = self._batch()
-        seq_lens = arguments.check_vector("seq_lens", self.seq_lens, batch_size, (torch.int32,))
+        arguments.check_vector("seq_lens", self.seq_lens, batch_size, (torch.int32,))
         no_pages = torch.empty((batch_size, 0), dtype=torch.int32, device=rows.device)
         problem = TwoPools(
-            call=self.function,
             query=rows,
             k_cache=compressed,
             v_cache=compressed,
@@ -150,12 +149,10 @@ class DSV4DecodeCall:
             selected=self._selected(len(rows)),
             selected_lens=self.sparse_topk_lens,
             window_cache=window,
-            seq_lens=seq_lens,
-            cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=None,
             max_q_len=max_q_len,
             max_kv_len=torch.iinfo(torch.int32).max,  # the call bounds no length
-            **arguments.softmax_arguments(self, self.sinks),
+            **arguments.common_fields(self, self.sinks),
             **arguments.latent_out(self, rows.shape[2], "the query's shape"),
         )
         arguments.check_results_apart(self)

@@ -143,7 +143,6 @@ class MLADecodeCall:
                 raise ValueError(f"sinks must be one tensor, or a list of one, got {len(sinks)} of them")
             sinks = sinks[0]
         problem = PagedAttention(
-            call=self.function,
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],
@@ -151,12 +150,10 @@ class MLADecodeCall:
             v_block_tables=tables,
             selected=selected,
             selected_lens=self.sparse_mla_top_k_lens,
-            seq_lens=self.seq_lens,
-            cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=None,
             max_q_len=self._max_q_len(batch_size),
             max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
-            **arguments.softmax_arguments(self, sinks),
+            **arguments.common_fields(self, sinks),
             **arguments.latent_out(self, self.kv_lora_rank, "its last dimension kv_lora_rank"),
             lse=self._lse_rows(rows),
             return_lse=self.return_lse,

@@ -262,7 +262,6 @@ def _posed(call: DecodeCall | ContextCall, kv_bound: str, max_q_len: int) -> Pag
     max_kv_len = arguments.check_int(kv_bound, getattr(call, kv_bound), 0, "it bounds the keys of one request")
     window_left = arguments.check_int("window_left", call.window_left, -1, "-1 means no window")
     problem = PagedAttention(
-        call=call.function,
         query=query,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -271,8 +270,6 @@ def _posed(call: DecodeCall | ContextCall, kv_bound: str, max_q_len: int) -> Pag
         v_scale_factors_interleaved=scale_factors[0] is not None and arguments.has_interleaved_v_scales(call),
         k_block_tables=k_tables,
         v_block_tables=v_tables,
-        seq_lens=call.seq_lens,
-        cu_seqlens_q=call.cum_seq_lens_q,
         cu_seqlens_kv=cum_seq_lens_kv,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
@@ -280,7 +277,7 @@ def _posed(call: DecodeCall | ContextCall, kv_bound: str, max_q_len: int) -> Pag
         # A window as wide as the longest request is none; some callers write it as a very large number.
         window_left=-1 if window_left >= max_kv_len else window_left,
         mask=mask,
-        **arguments.softmax_arguments(call, call.sinks),
+        **arguments.common_fields(call, call.sinks),
         out=call.out,
         out_dtype=arguments.output_dtype(call),
         lse=arguments.check_lse(call),

@@ -147,19 +147,16 @@ class RaggedContextCall:
         max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
         max_kv_len = arguments.check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
-            call=self.function,
             query=self.query,
             key=self.key,
             value=self.value,
             block_scales=check_block_scales(self, batch_size),
-            seq_lens=self.seq_lens,
-            cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=self.cum_seq_lens_kv,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             causal=self.is_causal,
             window_left=self._window_left(max_kv_len),
-            **arguments.softmax_arguments(self, self.attention_sinks, "attention_sinks"),
+            **arguments.common_fields(self, self.attention_sinks, "attention_sinks"),
             out=self.out,
             out_dtype=self._out_dtype(),
             lse=arguments.check_lse(self),
