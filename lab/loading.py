@@ -79,7 +79,7 @@ def _file_named(where: str) -> Path | None:
     """Return the path if the name is a file's, None if it is a module's. Raise FileNotFoundError if there is no such file."""
     path = Path(where)
     if not where.endswith(".py"):
-        if "/" in where or path.is_file():
+        if "/" in where or where.startswith(".") or path.is_file():
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
         return None
     if not path.is_file():

@@ -85,7 +85,7 @@ FLAG = Kind(lambda: "True or False", lambda value: isinstance(value, bool))
 POSITIVE = _whole(1)
 POWER_OF_TWO = Kind(lambda: "a power of two", lambda value: _is_whole(value, 1) and not value & (value - 1))
 DTYPE_PAIR = Kind(
-    lambda: f"one of {', '.join(PAIRS)}",
+    lambda: f"one of {', '.join(PAIRS)}; in Python each is two torch dtypes",
     lambda value: text_of(value) in PAIRS and isinstance(value, tuple),
     lambda text: dtypes_of(text) if text in PAIRS else None,
     "Q/KV,...",

@@ -294,7 +294,7 @@ def test_the_command_answers(failure: str, status: int, says: str, capsys: pytes
         ("--group 0", "each must be above 0"),
         ("--v-std 0", "each must be above 0"),
         ("--kv fp16 --query bf16", "a cache of fp16 goes with queries of fp16, not bf16"),
-        ("--mismatched 1 --elements 8", "a test's failure has one --kv, --keys, --scale and --values"),
+        ("--mismatched 1 --elements 8", "for the failure of a test, give one value each by --kv"),
         ("--kv e4m3 --mismatched 9 --elements 8", "9 mismatched of 8 elements: at least 1, and at most all"),
         ("--kv e4m3 --mismatched 1", "1 mismatched of 0 elements"),
         ("--kv e4m3 --off-by 1", "0 mismatched of 0 elements"),

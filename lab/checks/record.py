@@ -107,9 +107,7 @@ def replaceable(path: Path) -> Path:
         try:
             read_record(path)
         except ReportError as error:
-            raise ReportError(
-                f"{error}, so that a report shall not replace it: name another file, or remove it"
-            ) from error
+            raise ReportError(f"{error}. Only a report of the judge is replaced: name another file") from error
     return path
 
 

@@ -98,7 +98,8 @@ def budget(
             require("lab budget --mismatched", "scipy")
             if len(settings) > 1 or implementation or picture:
                 raise ValueError(
-                    "a test's failure has one --kv, --keys, --scale and --values, no kernel and no --picture"
+                    "for the failure of a test, give one value each by --kv, --keys, --scale and --values, "
+                    "and neither a kernel nor --picture"
                 )
             asked: dict[str, Any] = {"mismatched": mismatched, "elements": elements, "atol": atol, "rtol": rtol}
             asked["off_by"] = off_by and (atol * (1 + off_by[0] / 100) if off_by[1] else off_by[0])

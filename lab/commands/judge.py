@@ -33,7 +33,7 @@ from lab.files import state_of
 from lab.loading import LoadError, check_source, last_report, place_of
 from lab.names import check_name, function_name
 from lab.ranges import ranges_of
-from lab.reports.tables import print_lines, terminal_of
+from lab.reports.tables import print_lines, terminal, terminal_of
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
@@ -170,8 +170,8 @@ def judge(
         refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
         path, number = _report_and_number(case)
         _judge_and_exit(partial(_judge_case, path, number, implementation, refusals, settings), watch)
-    if implementation is not None and implementation.endswith((".json", ".json.gz")):
-        _print_recorded_coverage(implementation, coverage)
+    if implementation is not None and implementation.partition("#")[0].endswith((".json", ".json.gz")):
+        _print_recorded_coverage(implementation.partition("#")[0], coverage)
         raise typer.Exit
     if implementation is not None:
         with refusing_errors():
@@ -212,7 +212,7 @@ def judge(
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
     """Judge once, or again after each change of a watched file until Ctrl-C. End the command with the last exit status."""
-    status, console = ExitStatus.DONE, Console()
+    status, console = ExitStatus.DONE, terminal()
     try:
         for number in rounds(watched):
             if number:
@@ -300,7 +300,7 @@ def merge(
     with refusing_recordings("not merged"):
         report = merged(reports, replaceable(out))
         report.write(out)
-        show_report(report, Console())
+        show_report(report, terminal())
     raise typer.Exit(report.exit_status)
 
 
@@ -322,7 +322,7 @@ def _print_recorded_coverage(report: str, is_wanted: bool) -> None:
         except ReportError as error:
             raise ReportError(f"{path}: {error}") from error
         found = coverages(verdicts, read_expression(record["ranges"]))
-    _print_coverage(Console(), found)
+    _print_coverage(terminal(), found)
 
 
 def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:

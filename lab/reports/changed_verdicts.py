@@ -48,7 +48,7 @@ class VerdictChange(TextEnum):
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
     REPAIRED = "repaired", "faster"
-    NEWLY_TAKEN = "newly taken", "faster"
+    NEWLY_TAKEN = "newly accepted", "faster"
     SAME = "same", "same"
 
     def __init__(self, _text: str, style: str) -> None:

@@ -80,22 +80,23 @@ def notes(report: Report) -> Iterator[str]:
         often = "once" if count == 1 else f"{count} times"
         yield f"{fate_of(reason)} {often}: {shortened(reason, SHOWN_CHARACTERS)}"
     if len(declines) > SHOWN_DECLINES:
-        yield f"the report's file lists {len(declines) - SHOWN_DECLINES} more kinds of refusal"
+        yield f"the report's file lists {counted(len(declines) - SHOWN_DECLINES, 'further reason')} of refusals"
     if report.num_random:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
-    refusals = f"--refusals {','.join(report.refusals)} " if report.refusals else ""
+    refusals = f"--refusals {shlex.quote(','.join(report.refusals))} " if report.refusals else ""
+    command = f"lab judge {shlex.quote(report.implementation)} {refusals}"
     by_function = grouped((verdict.interface, verdict) for verdict in report.verdicts)
     for function, verdicts in by_function.items() if report.level is Level.QUICK else ():
         if function in PAGED_CALLS and is_mostly_declined(verdicts) and function not in dict(report.narrowed):
             yield (
                 f"{function.value} refuses most cases. This finds the options that choose what it supports: "
-                f"lab judge {report.implementation} {refusals}--functions {function.value} --only K1 --drawn 0"
+                f"{command}--functions {function.value} --only K1 --drawn 0"
             )
     for interface, ranges in report.narrowed:
         only = f"--functions {interface.value} " if len(by_function) > 1 else ""
         yield (
-            f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
-            f"lab judge {report.implementation} {refusals}{only}{options_of(ranges)}"
+            f"{interface.value} declines most cases. These options choose what it supports: "
+            f"{command}{only}{options_of(ranges)}"
         )
 
 
@@ -220,7 +221,7 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
     wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
-    return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
+    return f"{wrong} wrong, {failed} failed" if wrong and failed else outcome.value
 
 
 def _worst(ratio: float) -> Cell:

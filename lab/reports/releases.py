@@ -114,7 +114,9 @@ def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, Files]
     by_version: dict[str, dict[str, RecordedFile]] = {}
     for file in files:
         if (version := file.fact("packages", package)) is None:
-            raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
+            raise NotComparableError(
+                f"{file.path} has no version of the package {package}: name the package by --package"
+            )
         other = by_version.setdefault(str(version), {}).setdefault(str(file.content.get("ranges")), file)
         if other is not file:
             raise NotComparableError(f"{other.path} and {file.path} are both of {package} {version}, on the same axes")

@@ -82,6 +82,15 @@ def test_a_quick_run_that_compared_next_to_nothing_of_what_engines_send_is_no_an
         assert not any("refuses most cases" in line for line in notes(other))
 
 
+def test_commands_of_the_notes_can_be_pasted_into_a_shell() -> None:
+    report = report_of(
+        verdict_of(Outcome.DECLINED), refusals=("a.py:No way",), narrowed=((AttentionCall.DECODE, SMALL),)
+    )
+    (hint,) = (line for line in notes(replace(report, implementation="it's [mine].py")) if "These options" in line)
+    command = shlex.split(hint.partition("supports: ")[2])
+    assert command[:5] == ["lab", "judge", "it's [mine].py", "--refusals", "a.py:No way"]
+
+
 def test_what_all_failed_cases_share_stands_with_them_and_else_below() -> None:
     def failed(*remarks: str) -> CaseVerdict:
         verdict = verdict_of(Outcome.FAILED)
@@ -108,7 +117,7 @@ def test_a_row_is_as_bad_as_its_worst_case(outcomes: tuple[Outcome, ...], row: O
     assert only.outcome is row
     assert only.worst.outcome is row
     ((_, _, verdict, *_),) = check_table(report).rows
-    assert verdict.text == ("1 wrong 1 failed" if Outcome.FAILED in outcomes else row.value)
+    assert verdict.text == ("1 wrong, 1 failed" if Outcome.FAILED in outcomes else row.value)
     assert only.counts == {outcome: outcomes.count(outcome) for outcome in outcomes}
     assert report.is_right is is_right
 
@@ -171,7 +180,7 @@ LEFT_OUT = {"left_out": 7, "ended": "the run was interrupted", "interrupted": Tr
             f"Not judged as a whole: 7 cases left out, the run was interrupted. Right in {CORNER}.",
         ),
         ([WRONG], {"interrupted": True}, 130, f"Wrong in 1 of {CORNER}."),
-        ([SENT, WRONG], {}, 1, RIGHT_FOR_SGLANG),
+        ([SENT, WRONG], {}, 1, f"Wrong in 1 of {CORNER}; right for all that SGLang 0.5.23 sends."),
         ([SENT, WRONG], {"profile": "sglang"}, 0, RIGHT_FOR_SGLANG),
         ([SENT, WRONG, WRONG_SENT], {"profile": "sglang"}, 1, "Wrong in 1 of 2 cases that SGLang 0.5.23 sends and 1"),
         ([SENT, WRONG, WRONG_SENT], {"profile": "vllm"}, 125, f"{NOT_DECODE} that vLLM 0.33.0 sends. Wrong in 2 of 3"),
@@ -239,7 +248,7 @@ def test_many_kinds_of_refusal_are_counted_and_long_ones_cut() -> None:
     *shown, others = notes(report_of(*declined))
     assert len(shown) == 5
     assert all(len(line) < 200 for line in shown)
-    assert others == "the report's file lists 4 more kinds of refusal"
+    assert others == "the report's file lists 4 further reasons of refusals"
 
 
 def test_the_answer_comes_first_then_where_then_how_to_see_it_then_the_table() -> None:

@@ -281,6 +281,8 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
     [
         ("README.md", "README.md cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("report.json", "report.json names a report and no kernel: --coverage prints what"),
+        ("report.json.gz#3", "report.json.gz names a report and no kernel: --coverage prints what"),
+        (".", ". cannot be imported: a file's name ends in .py"),
         ("json", f"json has none of {AttentionCall.DECODE.value}, "),
         ("lab.references --head-dims 64,0", "0 is not a whole number of at least 2"),
         ("lab.references --head-dims 127", "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
@@ -295,11 +297,11 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("lab.references --refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
         (
             "lab.references --out README.md",
-            "README.md cannot be read: it is no JSON (Expecting value): line 1, column 1, so that a report shall not",
+            "README.md cannot be read: it is no JSON (Expecting value): line 1, column 1. Only a report of the judge",
         ),
         (
             "lab.references --out results/nvidia-h200/clocks.json",
-            "clocks.json is no report of the judge, so that a report shall not",
+            "clocks.json is no report of the judge. Only a report of the judge",
         ),
         ("lab.references --watch setup.cfg --in-process", "--watch"),
         ("lab.references --case report.json", "--case report.json names no case of a report"),

@@ -63,7 +63,7 @@ def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) 
     (third,) = recorded_cases(f"{dumps}#4")
     assert (third.replay, third.address) == (2, f"{dumps}#4")
     for part in (calls[2].path, calls[2].path / REPLAYS, replays[0].path):
-        with pytest.raises(RecordingError, match="has no calls itself: `lab record` makes some"):
+        with pytest.raises(RecordingError, match="has no recorded calls; subfolders are not searched"):
             recorded_cases(part)
     (calls[2].path / "outputs.pt").unlink()
     for path in (replays[0].path, calls[2].path):

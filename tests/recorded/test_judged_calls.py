@@ -181,8 +181,8 @@ def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> No
     ("recording", "sentence"),
     [
         ("/absent", "is no folder of recorded calls"),
-        ("", "has no calls itself: `lab record` makes some"),
-        ("#3", "has no calls"),
+        ("", "has no recorded calls; subfolders are not searched"),
+        ("#3", "has no recorded calls"),
         ("#one", "#one is no folder of recorded calls; one call is named as in calls#3"),
         ("/dumps#9", "has no call 9; it has 5"),
     ],

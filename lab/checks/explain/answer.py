@@ -43,8 +43,7 @@ def answer(
         missing = "; ".join(filter(None, (f"known failures in {counted(len(judged), 'case')}", missing)))
         return f"Not judged: no result was compared; {missing}."
     is_recorded = any(isinstance(verdict.case, RecordedCase) for verdict in judged)  # an engine sent each of them
-    engines = (profile,) if profile else tuple(profiles())
-    says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole and not left_out)
+    says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, profile, is_whole and not left_out)
     if not missing:
         return says
     if is_whole or _broken(deciding(judged, profile)):
@@ -76,9 +75,8 @@ def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
     return f"Right{but}: {counted(len(judged), 'case')}."
 
 
-def _of_cases(
-    verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
-) -> str:
+def _of_cases(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], profile: str, is_whole: bool) -> str:
+    engines = (profile,) if profile else tuple(profiles())
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
     right += f", except for known failures in {counted(known, 'case')}," if known else ""
@@ -92,7 +90,6 @@ def _of_cases(
             wholes.append(f"for all {send}")
         elif its_judged:
             rights.append(f"{len(its_judged):,} of {counted(len(sent), 'case')} {send}")
-    is_first_wrong = bool(wrongs)
     if corners := [verdict for verdict in judged if not set(engines) & set(verdict.sent_by)]:
         broken, words = _broken(corners), counted(len(corners), "documented corner")
         (wrongs if broken else rights).append(f"{broken:,} of {words}" if broken else words)
@@ -101,7 +98,7 @@ def _of_cases(
     checks = {verdict.check for verdict in verdicts}
     vain = len(checks - {verdict.check for verdict in verdicts if verdict.judged.judged})
     narrow = f"{vain} of {counted(len(checks), 'check')} compared nothing" if vain else ""
-    found = "; ".join(filter(None, (*(reversed(clauses) if is_first_wrong else clauses), narrow)))
+    found = "; ".join(filter(None, (*(reversed(clauses) if _broken(deciding(judged, profile)) else clauses), narrow)))
     return f"{found[0].upper()}{found[1:]}."
 
 
@@ -159,11 +156,13 @@ def not_judged(
     failed = any(verdict.outcome is Outcome.FAILED for verdict in verdicts)
     causes = ["the end of the run"] * bool(left_out) + ["a failed call"] * failed + [chosen_by]
     pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())
-    for what, counts in (("values", values), ("pairs of values", pairs)):
-        if counts[Reach.LEFT_OUT]:
-            yield NotJudged(
-                f"{' or '.join(causes)} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}", ""
-            )
+    left = [
+        f"{counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}"
+        for what, counts in (("values", values), ("pairs of values", pairs))
+        if counts[Reach.LEFT_OUT]
+    ]
+    if left:
+        yield NotJudged(f"{' or '.join(causes)} leaves out {joined(left)}", "")
 
 
 def _possible(counts: Counter[Reach]) -> int:

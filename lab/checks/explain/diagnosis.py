@@ -108,8 +108,8 @@ class Region:
     @property
     def counts(self) -> str:
         where = f" with {self.rule}" if self.literals else ""
-        inside = f"{within(self.what)} in {self.wrong:,} of {self.results:,} results{where}"
-        outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
+        inside = f"{within(self.what)} in {self.wrong:,} of {counted(self.results, 'result')}{where}"
+        outside = f", right in {self.right_outside:,} of {counted(self.outside, 'other result')}"
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:

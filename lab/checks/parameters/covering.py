@@ -35,7 +35,7 @@ class Shard:
         """Return the shard that a text such as "3/8" names; for "", the whole run. Raise ValueError for another text."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise ValueError(f"{text!r} is no shard: its number from 1, and their number, such as 3/8")
+            raise ValueError(f"{text!r} is not a shard: give its number and the number of shards, such as 3/8")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:

@@ -106,7 +106,7 @@ def judge(
     """
     start, depth = time.monotonic(), _level_of(level, profile, shard)
     where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
-    _check_settings(isolated, implementation, time_limit_s, workers, drawn)
+    _check_settings(isolated, implementation, time_limit_s, workers, drawn, most_seconds)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
     path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals, name)
     given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
@@ -233,7 +233,12 @@ def _level_of(level: Level | str, profile: str, shard: str) -> Level:
 
 
 def _check_settings(
-    isolated: bool, implementation: Any, time_limit_s: float, workers: int | Workers = 1, drawn: int | None = None
+    isolated: bool,
+    implementation: Any,
+    time_limit_s: float,
+    workers: int | Workers = 1,
+    drawn: int | None = None,
+    most_seconds: float | None = None,
 ) -> None:
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
@@ -246,3 +251,5 @@ def _check_settings(
         )
     if drawn is not None and not 0 <= drawn <= MOST_DRAWN:
         raise ValueError(f"drawn={drawn} must be from 0 to {MOST_DRAWN} cases, or None for the level's number")
+    if most_seconds is not None and not most_seconds >= 0:
+        raise ValueError(f"most_seconds={most_seconds} must be at least 0, or None for the level's time")

@@ -39,7 +39,7 @@ OF_ALL = f"Right for all {SENT}"
         ("R", "", "RR", f"{OF_ALL}, and in 2 documented corners."),
         ("", "R", "", f"Right for all {BY_SGLANG}."),
         ("", "", "R", "Right in 1 documented corner."),
-        ("R", "", "WRW", f"{OF_ALL}; wrong in 2 of 3 documented corners."),
+        ("R", "", "WRW", f"Wrong in 2 of 3 documented corners; right for all {SENT}."),
         ("RRW", "", "R", f"Wrong in 1 of 3 cases {SENT}; right in 1 documented corner."),
         ("R", "WR", "W", f"Wrong in 1 of 3 cases {BY_SGLANG} and 1 of 1 documented corner; right for all that vLLM"),
         ("FR", "", "F", f"Failed in 1 of 2 cases {SENT} and 1 of 1 documented corner."),
@@ -106,11 +106,10 @@ def test_each_reason_says_because_of_whom() -> None:
         "nothing of trtllm_batch_context_with_kv_cache",
         "the kernel refused 3 cases, and with them 1 of 3 values",
         "the lab cannot judge 1 case here (no Triton)",
-        "the end of the run or the smoke level leaves out 1 of 3 values",
-        "the end of the run or the smoke level leaves out 3 of 8 pairs of values",
+        "the end of the run or the smoke level leaves out 1 of 3 values and 3 of 8 pairs of values",
     ]
     *_, last = not_judged([*found, *verdicts("F")], [coverage], "", "the smoke level")
-    assert last.full == "a failed call or the smoke level leaves out 3 of 8 pairs of values"
+    assert last.full == "a failed call or the smoke level leaves out 1 of 3 values and 3 of 8 pairs of values"
     assert answer(found, "", reasons, is_whole=True) == (
         f"Right in 1 of 3 cases {SENT}. Not judged: 7 cases left out; nothing of "
         "trtllm_batch_context_with_kv_cache; the kernel refused 3 cases; the lab cannot judge 1 case here."

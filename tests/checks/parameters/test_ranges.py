@@ -148,6 +148,7 @@ def test_values_that_make_no_call_are_refused(wrong: dict[str, Any], says: str) 
         ({"q_lens": (True,)}, "q_lens=(True,): True is not a whole number"),
         ({"windows": (1,)}, "windows=(1,): 1 is not True or False"),
         ({"dtypes": ((torch.float32, torch.float32),)}, "is not one of bf16/bf16, fp16/fp16"),
+        ({"dtypes": ("bf16/bf16",)}, "e4m3/e4m3; in Python each is two torch dtypes"),
         ({"dtypes": (torch.bfloat16,)}, "torch.bfloat16 is not one of bf16/bf16"),
         ({"kv_layouts": ("hnd",)}, "'hnd' is not one of HND, NHD"),
         ({"mla_head_dims": ((64, 80),)}, "(64, 80) is not two whole numbers of at least 2"),

@@ -88,6 +88,8 @@ def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> 
         ),
         (INSIDE, {"drawn": 10**30}, "must be from 0 to 1000000 cases"),
         (INSIDE, {"drawn": -1}, "drawn=-1 must be from 0 to "),
+        (INSIDE, {"most_seconds": -1}, "most_seconds=-1 must be at least 0"),
+        (INSIDE, {"most_seconds": math.nan}, "most_seconds=nan must be at least 0"),
         (INSIDE, {"time_limit_s": 0}, "time_limit_s=0 must be more than 0 and at most "),
         (INSIDE, {"isolated": True}, "an isolated judge imports the implementation by name; got namespace"),
     ],
@@ -193,7 +195,7 @@ def test_progress_has_each_verdict_and_counts_the_cases_and_the_time_left() -> N
 
 
 def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:
-    report = judged(INSIDE, most_seconds=-1.0, drawn=3)
+    report = judged(INSIDE, most_seconds=0.0, drawn=3)
     assert report.left_out == len(judged(INSIDE, drawn=0).verdicts) + 3
     assert not report.verdicts
     assert not report.is_right

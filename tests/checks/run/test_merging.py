@@ -156,7 +156,7 @@ def test_each_goal_is_of_one_shard() -> None:
 
 @pytest.mark.parametrize("text", ["3", "0/8", "9/8", "3/8/1", "-1/2", "a/b", "1/0"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no shard"):
+    with pytest.raises(ValueError, match="is not a shard: give its number"):
         judge(references, shard=text, **SETTINGS)
 
 
