@@ -110,22 +110,26 @@ def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
     return rows, max(1, min(pieces, triton.next_power_of_2(most_parts)))
 
 
-@triton.jit
+# Inlined, it would compile more slowly (results/nvidia-h200/kernels.md, "The merge is a function").
+@triton.jit(noinline=True)
 def merge_if_last(
-    unit,  # index of the request and K/V head
+    unit,  # (index of the request and K/V head, K/V head, number of K/V heads, first row of the request, its number of rows)
     cut,  # (place of the unit's first tile, number of its tiles, this share, places of a share, number of shares)
-    rows,  # (row * num_qo_heads + head of the output, head, True where the row exists) of all rows of the unit
-    dims,  # arange of the elements of an output row
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
     partials,  # `PartialResults`
+    GROUP: tl.constexpr,  # query heads per K/V head
+    HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # rows of a partial result in `partials`
-    AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
+    MERGED: tl.constexpr,  # result of `merged_at_once`
 ):
     """Merge the partial results of one request and K/V head into the output if this program has stored the last of them."""
     first_place, tiles, share, share_places, num_shares = cut
-    row_head, head, row_exists = rows
+    number, kv_head, num_kv_heads, q_start, q_len = unit
+    merged_row = tl.arange(0, MERGED[0])
+    row_head, head, row_exists = rows_of_unit(merged_row, q_start, q_len, kv_head, num_kv_heads, GROUP)
+    dims = tl.arange(0, HEAD_DIM)
     to_share = (share * share_places - first_place).to(tl.int32)  # so that the divisions are of 32 bits
     first = share - tl.cdiv(to_share, share_places.to(tl.int32))
     last = share + (tiles - 1 - to_share).to(tl.int32) // share_places.to(tl.int32)
@@ -133,18 +137,17 @@ def merge_if_last(
     begin = first + group * GROUPED_PIECES
     end = tl.minimum(begin + GROUPED_PIECES, last + 1)
     num_groups = tl.cdiv(last - first + 1, GROUPED_PIECES)
-    counters = partials.of_units + unit * (1 + tl.cdiv(num_shares, GROUPED_PIECES))
-    DIMS: tl.constexpr = dims.shape[0]
-    block_rows = (tl.arange(0, row_head.shape[0]), row_exists)
+    counters = partials.of_units + number * (1 + tl.cdiv(num_shares, GROUPED_PIECES))
+    block_rows = (merged_row, row_exists)
     whole_rows = (row_head, head, row_exists, row_head)
     step = 1
     goes_on = arrives_last(counters + 1 + group, end - begin)
     while goes_on:  # the first turn merges the pieces of a group, the second the groups, with the same code
-        state = merged((first, begin, end, step), (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
+        state = merged((first, begin, end, step), (0, 1), block_rows, dims, partials, BLOCK_ROWS, HEAD_DIM, MERGED[1])
         goes_on = (step == 1) & (num_groups > 1)
         if goes_on:  # store the group's result in the slot of its first piece, which all threads have read
             tl.debug_barrier()
-            row = slot_of(begin, 0, 1, begin == first) * BLOCK_ROWS + tl.arange(0, row_head.shape[0])
+            row = slot_of(begin, 0, 1, begin == first) * BLOCK_ROWS + merged_row
             store_share(state, (row_head, head, row_exists, row), dims, False, sinks, bmm2_scale, results, partials)
             begin, end, step = first, last + 1, GROUPED_PIECES
             goes_on = arrives_last(counters, num_groups)

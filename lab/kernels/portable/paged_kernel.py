@@ -21,7 +21,6 @@ from lab.kernels.portable.key_shares import (
 from lab.kernels.portable.merge import merge_if_last
 from lab.kernels.portable.partial_results import (
     await_launch_before,
-    rows_of_unit,
     slot_of,
     store_share,
     store_unit_shares,
@@ -246,17 +245,13 @@ def _store(
     rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
     dims = tl.arange(0, HEAD_DIM)
     store_share(state, rows, dims, is_whole, sinks, bmm2_scale, results, partials)
-    number, kv_head, num_kv_heads, q_start, q_len = unit
     if partials is not None:
         if MERGED is None:
             if first_tile == 0:
-                store_unit_shares(partials.of_units, number, place, num_tiles, share_places)
+                store_unit_shares(partials.of_units, unit[0], place, num_tiles, share_places)
         elif not is_whole:
-            merged_rows = rows_of_unit(tl.arange(0, MERGED[0]), q_start, q_len, kv_head, num_kv_heads, GROUP)
             pieces = (place - first_tile, num_tiles, share, share_places, num_shares)
-            merge_if_last(
-                number, pieces, merged_rows, dims, sinks, bmm2_scale, results, partials, BLOCK_ROWS, MERGED[1]
-            )
+            merge_if_last(unit, pieces, sinks, bmm2_scale, results, partials, GROUP, HEAD_DIM, BLOCK_ROWS, MERGED)
 
 
 @triton.jit
