@@ -180,7 +180,7 @@ LEFT_OUT = {"left_out": 7, "ended": "the run was interrupted", "interrupted": Tr
             f"Not judged as a whole: 7 cases left out, the run was interrupted. Right in {CORNER}.",
         ),
         ([WRONG], {"interrupted": True}, 130, f"Wrong in 1 of {CORNER}."),
-        ([SENT, WRONG], {}, 1, f"Wrong in 1 of {CORNER}; right for all that SGLang 0.5.23 sends."),
+        ([SENT, WRONG], {}, 1, RIGHT_FOR_SGLANG),
         ([SENT, WRONG], {"profile": "sglang"}, 0, RIGHT_FOR_SGLANG),
         ([SENT, WRONG, WRONG_SENT], {"profile": "sglang"}, 1, "Wrong in 1 of 2 cases that SGLang 0.5.23 sends and 1"),
         ([SENT, WRONG, WRONG_SENT], {"profile": "vllm"}, 125, f"{NOT_DECODE} that vLLM 0.33.0 sends. Wrong in 2 of 3"),

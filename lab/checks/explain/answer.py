@@ -90,6 +90,7 @@ def _of_cases(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], pr
             wholes.append(f"for all {send}")
         elif its_judged:
             rights.append(f"{len(its_judged):,} of {counted(len(sent), 'case')} {send}")
+    is_first_wrong = bool(wrongs)
     if corners := [verdict for verdict in judged if not set(engines) & set(verdict.sent_by)]:
         broken, words = _broken(corners), counted(len(corners), "documented corner")
         (wrongs if broken else rights).append(f"{broken:,} of {words}" if broken else words)
@@ -98,7 +99,7 @@ def _of_cases(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], pr
     checks = {verdict.check for verdict in verdicts}
     vain = len(checks - {verdict.check for verdict in verdicts if verdict.judged.judged})
     narrow = f"{vain} of {counted(len(checks), 'check')} compared nothing" if vain else ""
-    found = "; ".join(filter(None, (*(reversed(clauses) if _broken(deciding(judged, profile)) else clauses), narrow)))
+    found = "; ".join(filter(None, (*(reversed(clauses) if is_first_wrong else clauses), narrow)))
     return f"{found[0].upper()}{found[1:]}."
 
 

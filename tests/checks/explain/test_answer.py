@@ -39,7 +39,7 @@ OF_ALL = f"Right for all {SENT}"
         ("R", "", "RR", f"{OF_ALL}, and in 2 documented corners."),
         ("", "R", "", f"Right for all {BY_SGLANG}."),
         ("", "", "R", "Right in 1 documented corner."),
-        ("R", "", "WRW", f"Wrong in 2 of 3 documented corners; right for all {SENT}."),
+        ("R", "", "WRW", f"{OF_ALL}; wrong in 2 of 3 documented corners."),
         ("RRW", "", "R", f"Wrong in 1 of 3 cases {SENT}; right in 1 documented corner."),
         ("R", "WR", "W", f"Wrong in 1 of 3 cases {BY_SGLANG} and 1 of 1 documented corner; right for all that vLLM"),
         ("FR", "", "F", f"Failed in 1 of 2 cases {SENT} and 1 of 1 documented corner."),
