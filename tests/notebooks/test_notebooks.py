@@ -1,5 +1,6 @@
 """Each notebook is what its script says, and runs top to bottom."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("nbclient")
 
 import nbformat
+import torch
 
 from notebooks.execute import FOLDER, execute, read_script, scripts
 from tests.notebooks.forked_kernels import forked_kernels
@@ -30,6 +32,12 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[list[str]]]:
         [sorted(output.get("data", {})) or [output.output_type] for output in cell.get("outputs", ())]
         for cell in notebook.cells
     ]
+
+
+def printed(notebook: nbformat.NotebookNode) -> list[str]:
+    """Return the texts that cells print, without decimal fractions, whose last digit differs between machines."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+    return [re.sub(r"\d+\.\d+", "#", output.text) for output in outputs if output.output_type == "stream"]
 
 
 def test_scripts_and_notebooks_are_paired() -> None:
@@ -61,4 +69,7 @@ def test_it_runs_and_shows_what_is_committed(script: Path) -> None:
     start = time.monotonic()
     ran = execute(script)
     assert time.monotonic() - start <= MOST_SECONDS
-    assert kinds(ran) == kinds(nbformat.read(script.with_suffix(".ipynb"), as_version=4)), "run `make notebooks`"
+    committed = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+    assert kinds(ran) == kinds(committed), "run `make notebooks`"
+    if not torch.cuda.is_available():  # where a cell may time
+        assert printed(ran) == printed(committed), "run `make notebooks`"
