@@ -19,16 +19,21 @@ SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not ho
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
     "`lab experiments changes` computed every measured number and every verdict of this page from the recordings to which the "
-    "page links. A statement *holds* at a point if the change makes the time shorter, *does not hold* if the change makes the "
-    "time longer, and *is undecided* if neither is certain. A time is shorter if the "
-    f"{INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is entirely more than "
-    f"{INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; the rule for a longer time is "
-    "the same in the other direction. If a recording has no samples, this interval is computed from the quartiles. If a change "
-    "claims that it saves a number of microseconds, this number is added to the time with the change. If a profile and the "
-    "host's clock timed a point, a statement holds only if both clocks confirm it, and the tables have the profile's times. On "
-    "this page, `a → b` is the median time without a change and the median time with it. Statements with the note *(not "
-    "claimed)* do not count in the verdict on a change. In the tables, *day* is the day of the file's commit, because "
-    "recordings have no date."
+    "page links."
+)
+RULES = (
+    "A statement *holds* at a point if the change makes the time shorter. A statement *does not hold* at a point if the change "
+    "makes the time longer. Otherwise, the statement *is undecided* at this point.",
+    f"A time is shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is "
+    f"entirely more than {INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees. The rule for "
+    "a longer time is the same in the other direction. If a recording has no samples, the confidence interval is computed from "
+    "the quartiles.",
+    "If a change claims that it saves a number of microseconds, this number is added to the time with the change.",
+    "If a profile and the host's clock timed a point, a statement holds only if each of the two clocks confirms the statement. "
+    "The tables have the profile's times.",
+    "`a → b` is the median time without a change and the median time with the change.",
+    "Statements with the note *(not claimed)* do not count in the verdict on a change.",
+    "*Day* is the day of a file's commit, because recordings have no date.",
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or is undecided, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
@@ -40,6 +45,7 @@ def page(entries: Sequence[Entry], folder: Path) -> str:
     blocks = [
         f"# {whose}, measured on {_gpus(entries)}",
         METHOD,
+        items(RULES),
         kernels_sentence(entries),
         markdown_of(table_of_lines(SUMMARY, [_summary(entry) for entry in entries])),
     ]

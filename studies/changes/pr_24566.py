@@ -16,7 +16,7 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     claimed = {"The decode call takes less GPU time than the context call.": compared_pairs(both, _named)}
     setting = (
         f"The timed calls are draft extends V2 of one layer of {recording['geometry']} on one of "
-        f"{recording['tensor_parallel']} ranks, in which each request has q query rows."
+        f"{recording['tensor_parallel']} tensor-parallel GPUs. *q* is the number of query rows of each request."
     )
     # MLA's draft extend used the decode call with several rows even before the change.
     mla = recordings.get("mla_decode", {}).get("rows", ())

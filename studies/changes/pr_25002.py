@@ -41,12 +41,12 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
         else " The times until the GPU is idle have no recorded spread."
     )
     setting = (
-        f"A stand-in for a draft model was timed: one layer of {recording['model']['geometry_name']}, from the QKV projection "
+        f"The timed pass simulates a draft model: one layer of {recording['model']['geometry_name']}, from the QKV projection "
         f"to an LM head over {recording['model']['vocab_size']:,} tokens, with {first['kv_len']:,} keys per request and "
         f"{recording['implementation']}. The host's clock measured the times until the GPU is idle "
         f"({recording['completion_method']}).{spread}"
     )
-    return Answer(aspects(claimed, aside), setting, _host_times(recording), ("MLA's graph.",))
+    return Answer(aspects(claimed, aside), setting, _host_times(recording), ("the graph of MLA's draft extend.",))
 
 
 def _mode(row: RecordedRow) -> tuple[str, str]:
@@ -72,7 +72,10 @@ def _host_times(recording: Recorded) -> tuple[str, ...]:
     if not all(host.values()):
         return ()
     eager, graph = (f"{microseconds(min(times))} to {microseconds(max(times))} µs" for times in host.values())
-    return (f"A draft extend V2 takes {eager} of host time eagerly, and {graph} as a replay with its copies.",)
+    return (
+        f"The host time of a draft extend V2 is {eager} for an eager pass, and {graph} for a replay of its graph with the "
+        "copies into the graph's inputs.",
+    )
 
 
 def _completion(row: RecordedRow) -> dict[str, Times]:

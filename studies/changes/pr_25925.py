@@ -30,7 +30,7 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     }
     first = variants[0]
     setting = (
-        "A loop of speculative iterations was timed, with stand-ins for the draft and the target model, "
+        "The timed loop makes speculative iterations. Kernels of a fixed time simulate the draft and the target model, with "
         f"{counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens "
         f"and pages of {first['page_size']}. A time was recorded only if verify got right metadata before and "
         "after the samples."

@@ -33,8 +33,8 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
         )
     }
     setting = (
-        "The writing of a draft's metadata was timed, without attention and without a model. This metadata is written into "
-        "static buffers, as in a graph, except at points named eager. "
+        "The timed work writes a draft's metadata, without attention and without a model. The metadata is written into static "
+        "buffers, as in a graph, except at points named eager. "
         f"Points named trace are snapshots of the trace {recording['trace']}. Pull request 26241 does not state the GPU and "
         "the batch size of its figures."
     )
@@ -58,8 +58,8 @@ def _host_saving(recording: Recorded) -> tuple[str, ...]:
     if "pr_26241" not in recording:
         return ()
     saved = recording["pr_26241"]["host_saving_us_per_draft"]
-    figures = "; ".join(f"{form}, {microseconds(us)} µs" for form, us in saved.items())
-    return (f"Host time that a draft without the ragged K/V lists saves: {figures}.",)
+    figures = ", and ".join(f"{microseconds(us)} µs ({form})" for form, us in saved.items())
+    return (f"A draft without the ragged K/V lists takes less host time: {figures}.",)
 
 
 CHANGE = Change(

@@ -21,8 +21,8 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     }
     first = variants[0]
     setting = (
-        f"A decode loop was timed with {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
-        f"{first['num_draft_tokens']} draft tokens and a stand-in for the forward pass."
+        f"The timed decode loop has {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
+        f"{first['num_draft_tokens']} draft tokens and a kernel that simulates the forward pass."
     )
     missing = (
         "the decode loop with MLA's metadata. The copy of the lengths and the wait for it are the same code for MHA and MLA.",
