@@ -33,9 +33,9 @@ MLA_ROPE = 64
 KERNELS = {kernel.name: kernel for kernel in (XQA, XQA_MLA, FMHA_V2)}
 NAMES = {dtype: name for name, dtype in sweep_calls.DTYPES.items()}
 METHOD = (
-    "nvcc's front end compiled FlashInfer's own source with FlashInfer's own macros for the target, and stopped at its end, "
-    "where an assertion always fails (`lab.dry_run.compiled`). XQA's divisions that must be exact were checked too, which "
-    "FlashInfer's own flags leave out. No code was generated, and nothing was run."
+    "nvcc's front end compiled FlashInfer's own source with FlashInfer's own macros for each GPU (`lab.dry_run.compiled`). An "
+    "assertion at the end of the source, which always fails, stopped nvcc before it generated code, and nothing was run. The "
+    "compilation also checked XQA's exact divisions, which FlashInfer's own flags leave unchecked."
 )
 
 
@@ -115,16 +115,17 @@ def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]
-    took = f"{statistics.median(seconds):.1f} s (median of {len(seconds)}, wall clock, beside other work)"
+    took = f"{statistics.median(seconds):.1f} s (median of {len(seconds)} sources, wall clock, on a shared machine)"
     lines = [
         "# What FlashInfer compiles for SM90, SM100, SM120 and SM121: XQA, XQA MLA and fmha_v2",
         "",
-        f"{METHOD} FlashInfer {facts['packages']['flashinfer-python']}, nvcc {facts['nvcc']}; a source took {took}. "
-        "`python -m lab.dry_run.compiled_table results/blackwell-dry-run` makes this page and compiled.json anew.",
+        f"{METHOD} The software was FlashInfer {facts['packages']['flashinfer-python']} and nvcc {facts['nvcc']}. nvcc took "
+        f"{took}. `python -m lab.dry_run.compiled_table results/blackwell-dry-run` writes this page and compiled.json again.",
         "",
-        f"{len(rows)} shapes: {len(rows) - refused} compile, {refused} do not. `why_not` says the same of "
-        f"{len(rows) - len(differ)}. It takes nothing that does not compile; {len(differ)} others, of fmha_v2, have a head_dim "
-        "that the lab never judged. Shared memory, in bytes, is that of the last shape that compiles.",
+        f"Of {len(rows)} shapes, {len(rows) - refused} compile and {refused} do not compile. The lab's function `why_not` says "
+        f"which shapes the lab declines. `why_not` agrees with nvcc on {len(rows) - len(differ)} shapes. `why_not` accepts no "
+        f"shape that does not compile, and declines {len(differ)} shapes of fmha_v2 that compile, because the lab never judged "
+        "their head_dim. The column *shared memory* has the bytes of the last shape of the row that compiles.",
         "",
     ]
     for title, is_shown, columns, item in SECTIONS:

@@ -284,9 +284,10 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
             rows.append((GPUS[name].name, f"`{call}`", *(f"{cell:,}" for cell in cells)))
     blocks = [
         f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
-        f"Kernels are those of {table.source}. Flags that the launcher asks for and this table has not, false in all its rows: "
-        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. No kernel ran. "
-        "Written by `python -m lab.dry_run.sweep`; every call lies in the file beside this page.",
+        f"The launcher chose among the kernels of {table.source}, and no kernel ran. Flags that the launcher reads and that "
+        "this table of kernels does not have count as false: "
+        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. "
+        "`python -m lab.dry_run.sweep` wrote this page, and a JSON file with every call into the same folder.",
         markdown_of(table_of_lines(("GPU", "call", "calls", *AGREED, "disagree"), rows)),
     ]
     every = [each for of_gpu in verdicts.values() for each in of_gpu]
