@@ -164,11 +164,26 @@ def _upstream_truth(case: AttentionCase) -> torch.Tensor:
     return build_attention(case, torch.device("cpu")).truth().expected
 
 
+TITLE = "# Which check finds which mutant"
+LEGEND = (
+    "A *mutant* is a kernel with one deliberate defect; `lab judge corpus:NAME` judges the mutant NAME. A cross marks each "
+    "[check](../docs/checks.md) that finds the mutant. The last column has the numbers of the tolerance rules of other "
+    "projects' tests (`corpus.upstream_rules`) that accept the mutant's outputs, on inputs as in these tests: *all* if every "
+    "rule accepts the outputs, – if no rule accepts the outputs, and an empty cell if the rules do not apply to the mutant."
+)
+
+
 def markdown(records: Sequence[dict[str, Any]]) -> str:
     """Render the matrix as a table: a cross for each check that finds the mutant, and the upstream rules that accept it."""
     keys = [check.key for check in checks()]
-    title = "# Which check finds which mutant"
-    rows = [title, "", f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
+    rows = [
+        TITLE,
+        "",
+        LEGEND,
+        "",
+        f"| mutant | {' | '.join(keys)} | passes upstream rules |",
+        f"|---|{'---|' * (len(keys) + 1)}",
+    ]
     for record in records:
         marks = ["×" if key in record["kills"] else "" for key in keys]
         upstream = record["upstream"]

@@ -90,15 +90,22 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     first, some = (sum(test(record["named_by"]) for record in found) for test in (lambda by: 0 in by, bool))
     share = [f"{count} ({count / max(len(found), 1):.1%})" for count in (first, some)]
     return (
-        f"Of {len(records)} mutants, {len(found)} were found wrong here. The first region names the trigger of {share[0]}, "
-        f"some region that of {share[1]}."
+        f"The judge found {len(found)} of {len(records)} mutants wrong. The first region of the diagnosis names the trigger of "
+        f"{share[0]} of the found mutants. One of the regions names the trigger of {share[1]} of the found mutants."
     )
+
+
+LEGEND = (
+    "A *mutant* is a kernel with one deliberate defect. The *trigger* of a mutant is the feature of a case that makes the "
+    "mutant's result wrong. A *region* of a diagnosis is a rule that separates wrong results from right results. The column "
+    "*named by* says which region names the trigger: the first region, a later region, or none."
+)
 
 
 def markdown(records: Sequence[dict[str, Any]]) -> str:
     """Render the mutants, their defects and diagnoses, those whose trigger no region names first."""
     marks = {True: "first", False: "later"}
-    rows = ["# Which regions name the trigger of a mutant", "", summary(records), ""]
+    rows = ["# Which regions name the trigger of a mutant", "", summary(records), "", LEGEND, ""]
     rows += ["| mutant | defect | named by | diagnosis |", "|---|---|---|---|"]
     for record in sorted(records, key=lambda each: (bool(each["named_by"]), 0 in each["named_by"])):
         by = marks[0 in record["named_by"]] if record["named_by"] else "none" if record["regions"] else "not found"
