@@ -137,7 +137,7 @@ def fastest_table(run: RecordedRun) -> Table:
         **{f"{each}, µs": partial(_median_of, each) for each in names},
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
-    caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
+    caption = "Implementations side by side, medians; the samples of a scenario are interleaved"
     return make_table(columns, run.rivals if len(names) > 1 else [], name="fastest", caption=caption, say_once=SETTINGS)
 
 

@@ -14,12 +14,13 @@ from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sor
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
-METHOD = (
-    "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "
-    "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "
-    "memory's, and e4m3 products than the bf16 matrix rate. L2 is cold by rotation where copies take turns, or where "
-    "one pass over the buffers exceeds it. Host time is Python and launches per call: a prepared call where the "
-    "implementation prepares, else its whole call, checks included."
+NOTES = (
+    "*Median* and *IQR* (interquartile range) are over the samples of a row.",
+    "The floor, and the percentages of GB/s and TFLOP/s, are computed with the measured ceilings of this run. A kernel "
+    "that only reads can exceed the measured bandwidth. A matrix product in e4m3 can exceed the measured bf16 rate.",
+    "L2 is *cold by rotation* if each call has its own buffers, or if the buffers of one pass are larger than L2.",
+    "*Host time* is the time of Python and of the launches of one call, including checks of arguments. If an implementation "
+    "prepares calls, the host time is the time of a prepared call.",
 )
 
 
@@ -28,7 +29,10 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
     if run.gpu_rows:
-        blocks += ["## Method", items(f"{timed_by}: {method}." for timed_by, method in methods(run.gpu_rows)), METHOD]
+        blocks += [
+            "## Method",
+            items([*(f"{timed_by}: {method}." for timed_by, method in methods(run.gpu_rows)), *NOTES]),
+        ]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
     for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
         common = "; ".join(f"{heading} {text}" for heading, text in table.common)
