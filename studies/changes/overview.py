@@ -14,7 +14,10 @@ from studies.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing
 
 PAGE = "experiments.md"
 FLASHINFER = "lab.kernels.trtllm"
-MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; a table counts them all
+MOST_NAMED, MOST_IN_A_CELL = (
+    12,
+    4,
+)  # points that a table of points and a cell name; the table of groups counts all points
 SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or is undecided, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
@@ -36,6 +39,7 @@ RULES = (
     "*Day* is the day of a file's commit, because recordings have no date.",
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or is undecided, at")
+POINTS = ("point", "the statement", "without the change → with the change")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 
 
@@ -137,13 +141,19 @@ def _aspect(aspect: Aspect) -> list[str]:
     listed = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
         listed = [Standing.HOLDS, *listed]  # the table has no figures
-    statement = aspect.statement.rstrip(".")
-    lines = [
-        f"Points at which *{statement}* {standing.value}: {named(found)}"
-        for standing in listed
-        if (found := aspect.that(standing))
-    ]
-    return [*blocks, items(lines)] if lines else blocks
+    found = [each for standing in listed for each in aspect.that(standing)]
+    return [*blocks, *_points(found)]
+
+
+def _points(observations: Sequence[Observation]) -> list[str]:
+    figures = {(each.standing, each.figures) for each in observations}
+    if len(figures) == 1 and len(observations) > 1:
+        ((standing, text),) = figures
+        return [f"The statement {standing.value} at each of {len(observations)} points: {text}."]
+    lines = [(each.where, each.standing.value, each.figures) for each in observations[:MOST_NAMED]]
+    if (left := len(observations) - MOST_NAMED) > 0:
+        lines.append((f"and {left} more", "", ""))
+    return [markdown_of(table_of_lines(POINTS, lines))] if lines else []
 
 
 def _group(name: str, observations: Sequence[Observation]) -> list[str]:
@@ -156,13 +166,6 @@ def _group(name: str, observations: Sequence[Observation]) -> list[str]:
 def _saved(observations: Sequence[Observation]) -> str:
     saved = [each.saved_us for each in observations if each.saved_us is not None]
     return _range(microseconds(min(saved)), microseconds(max(saved))) if saved else ""
-
-
-def named(observations: Sequence[Observation]) -> str:
-    figures = {each.figures for each in observations}
-    if len(figures) == 1 and len(observations) > 1:
-        return f"{figures.pop()} at each of {len(observations)} points."
-    return _listed([f"{each.where} ({each.figures})" for each in observations], MOST_NAMED) + "."
 
 
 def claims_table(entries: Sequence[Entry]) -> Table:
