@@ -106,7 +106,7 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
     yield ")\n```\n"
     name = called or call.module or "flashinfer"
     module = f"`{in_markdown(name)}`"
-    made = f"The call was made here, of {module}."
+    made = f"The kernel of this call is {module}."
     recorded = f"The engine called {module}. The call was not made here: run `repro.py`."
     # A file or a module of another package is wrong, and FlashInfer's function of that name may be right.
     path, *_ = name.partition(":")

@@ -94,7 +94,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
             return call(**arguments)
     nearest = max(errors, key=lambda call: len(set(arguments) & set(inspect.signature(call).parameters)))
     raise TypeError(
-        f"these are the arguments of none of FlashInfer's calls; of {nearest.function.value}, {errors[nearest]}"
+        f"no call of FlashInfer has these arguments; the nearest is {nearest.function.value}: {errors[nearest]}"
     )
 
 

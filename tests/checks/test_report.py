@@ -165,7 +165,7 @@ LEFT_OUT = {"left_out": 7, "ended": "the run was interrupted", "interrupted": Tr
         ([RIGHT, WRONG], {"left_out": 1}, 1, f"Wrong in 1 of {CORNERS}."),
         ([RIGHT, FAILED], {}, 1, f"Failed in 1 of {CORNERS}."),
         ([NOT_COMPARED, WRONG], {}, 1, f"Wrong in 1 of {CORNERS}."),
-        ([], {}, 125, "Not judged: no case began."),
+        ([], {}, 125, "Not judged: the options leave no case of the kernel's functions."),
         ([DECLINED], {}, 125, f"Not judged: {REFUSED}."),
         ([BY_LAB], {}, 125, "Not judged: the lab cannot judge 1 case here."),
         ([NOT_COMPARED], {}, 125, f"Not judged: no result was compared; {KNOWN_IN_1}."),

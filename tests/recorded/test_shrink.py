@@ -487,7 +487,7 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     assert text.startswith(
         "# trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 1, rows of each: 1, keys: 1)"
     )
-    assert "The call was made here, of `kernel.py`. `repro.py` calls FlashInfer, which may be right.\n" in text
+    assert "The kernel of this call is `kernel.py`. `repro.py` calls FlashInfer, which may be right.\n" in text
     assert "    bmm2_scale=2.0,\n" in text
     assert "    query=bfloat16 [1, 1, 64],\n" in text
     assert "\nResult of this call: the output is wrong: 1 of 1 vectors" in text

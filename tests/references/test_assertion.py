@@ -252,7 +252,7 @@ def test_arguments_of_no_call_are_named() -> None:
     del arguments["workspace_buffer"]
     assert_close_to_reference(out, **arguments)
     refuses(
-        r"of trtllm_batch_decode_with_kv_cache, got an unexpected keyword .*'sink'",
+        r"the nearest is trtllm_batch_decode_with_kv_cache: got an unexpected keyword .*'sink'",
         out,
         **arguments,
         sink=None,
@@ -260,7 +260,10 @@ def test_arguments_of_no_call_are_named() -> None:
     )
     del arguments["max_seq_len"]
     refuses(
-        r"of trtllm_batch_decode_with_kv_cache, missing a required .*'max_seq_len'", out, **arguments, error=TypeError
+        r"the nearest is trtllm_batch_decode_with_kv_cache: missing a required .*'max_seq_len'",
+        out,
+        **arguments,
+        error=TypeError,
     )
 
 

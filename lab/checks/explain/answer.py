@@ -38,7 +38,9 @@ def answer(
     if not judged:
         if verdicts and missing:
             return f"Not judged: {missing}."
-        return f"Not judged: no case began{f': {missing}; to start the workers takes some of it' if missing else ''}."
+        if not missing:
+            return "Not judged: the options leave no case of the kernel's functions."
+        return f"Not judged: no case began: {missing}; to start the workers takes some of it."
     if not any(verdict.judged.judged or verdict.outcome in BROKEN for verdict in judged):
         missing = "; ".join(filter(None, (f"known failures in {counted(len(judged), 'case')}", missing)))
         return f"Not judged: no result was compared; {missing}."

@@ -56,7 +56,7 @@ class Coverage:
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
-        if isinstance(verdict.case, Configuration):
+        if verdict.check == "K18" and isinstance(verdict.case, Configuration):
             of_function.setdefault(verdict.interface, []).append(verdict)
     return tuple(coverage(each, MODELS[each](ranges), found) for each, found in of_function.items())
 

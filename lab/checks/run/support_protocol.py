@@ -68,7 +68,7 @@ def raised(error: BaseException) -> KernelError:
     """Return a KernelError with the class and message of an error that the implementation raised."""
     message = message_of(error)
     sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message  # CUDA adds advice
-    return KernelError(f"it raised {type(error).__name__}: {sentence}")
+    return KernelError(f"it raised {type(error).__name__}: {sentence}".removesuffix(": "))
 
 
 def invoke(

@@ -67,7 +67,7 @@ def test_of_a_profile_the_other_engine_is_a_corner() -> None:
         ("R", "a", False, f"Not judged as a whole: a. Right in 1 of 1 case {BY_SGLANG}."),
         ("W", "a", False, f"Wrong in 1 of 1 case {BY_SGLANG}. Not judged: a."),
         ("D", "a", False, "Not judged: a."),
-        ("", "", True, "Not judged: no case began."),
+        ("", "", True, "Not judged: the options leave no case of the kernel's functions."),
         ("", "a", False, "Not judged: no case began: a; to start the workers takes some of it."),
     ],
 )

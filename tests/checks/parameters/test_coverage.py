@@ -6,7 +6,7 @@ import pytest
 
 from lab.calls.problem import AttentionCall
 from lab.checks import Configuration, Outcome
-from lab.checks.parameters.coverage import Reach, coverage, retried
+from lab.checks.parameters.coverage import Reach, coverage, coverages, retried
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.run.verdicts import CaseVerdict
@@ -24,6 +24,14 @@ MODEL = Model(
 
 def verdict_on(outcome: Outcome, **values: Any) -> CaseVerdict:
     return verdict_of(outcome, case=SimpleNamespace(values=MODEL.default | values))
+
+
+def test_the_coverage_of_k18_has_no_cases_of_other_checks() -> None:
+    case = Configuration(AttentionCall.DECODE, MODELS[AttentionCall.DECODE](SMALL).default)
+    judged = verdict_of(Outcome.RIGHT, case=case, check="K18")
+    (found,) = coverages([judged, verdict_of(Outcome.RIGHT)], SMALL)
+    assert found.interface is AttentionCall.DECODE
+    assert coverages([replace(judged, check="K14")], SMALL) == ()
 
 
 def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -> None:

@@ -23,7 +23,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.judging import run_case
 from lab.checks.run.refusals import Refusals
-from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke
+from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke, raised
 from lab.checks.run.verdicts import Judged
 from lab.loading import load
 from lab.ranges import Ranges
@@ -81,6 +81,10 @@ def test_a_refusal_is_declined(error: Exception) -> None:
 def test_anything_else_fails(error: BaseException) -> None:
     with pytest.raises(KernelError, match=rf"^it raised {type(error).__name__}: .*no"):
         refusing(raising(error))(sinks=1)
+
+
+def test_an_error_without_a_message_is_named_alone() -> None:
+    assert str(raised(MemoryError())) == "it raised MemoryError"
 
 
 @pytest.mark.parametrize(
