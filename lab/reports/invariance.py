@@ -53,7 +53,8 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
 def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
     for each in found:
         for verdict in each.verdicts:
-            if (answer := Answer.of(verdict)) not in STYLES and verdict.judged.declines:
+            answer = Answer.of(verdict)
+            if answer in {Answer.NOT_TRIED, each.answer} - {*STYLES} and verdict.judged.declines:
                 yield f"{each.check} {answer.value}: {shortened(verdict.judged.declines[0], SHOWN_CHARACTERS)}"
 
 

@@ -176,7 +176,7 @@ def test_the_worst_answer_of_the_cases_counts() -> None:
     of = partial(Dependence, "position", AttentionCall.DECODE, dtypes="bf16/bf16")
     assert of((declined, right)).answer is Answer.SAME
     assert of((declined,)).answer is Answer.UNSUPPORTED
-    assert of((verdict(Outcome.DECLINED, by_lab=True), declined)).answer is Answer.UNSUPPORTED
+    assert of((verdict(Outcome.DECLINED, by_lab=True), declined)).answer is Answer.NOT_TRIED
     assert of((right, verdict(Outcome.FAILED))).answer is Answer.WRONG
 
 

@@ -92,6 +92,16 @@ def test_reasons_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "same bits: workspace; unsupported: batch-size" in said
 
 
+def test_a_refused_argument_does_not_stand_for_a_factor_that_was_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel without sinks refuses a case of each factor, also of the factor that needs a GPU."""
+    factors = ["--factors", "workspace,cuda-graph", "--in-process"]
+    assert run(["invariance", "tests.checks.someone_elses", *factors, *NARROW, "--sinks"]) == 0
+    said = capsys.readouterr().out
+    assert "same bits: workspace; not tried: cuda-graph" in said
+    assert "cuda-graph not tried: no GPU" in said
+    assert "unsupported" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

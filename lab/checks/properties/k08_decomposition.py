@@ -47,7 +47,8 @@ def single_rows(inputs: CallInputs) -> Iterator[Variant]:
     """Yield calls with one query row of each request and the keys up to this row: the last rows, then the rows before them."""
     for back in range(min(inputs.q_lens)):
         rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
-        yield part(inputs, f"the row {back} before the last, by itself", range(len(rows)), rows)
+        which = f"row {back} before the last" if back else "the last row"
+        yield part(inputs, f"{which} of each request alone", range(len(rows)), rows)
 
 
 def halves(inputs: CallInputs) -> Iterator[Variant]:

@@ -23,8 +23,8 @@ class Answer(NamedEnum):
     WRONG = "wrong"  # a result exceeds its bound, or a call failed
     WITHIN = "within the bound"  # the bits differ, and every result is within its bound
     SAME = "same bits"
-    UNSUPPORTED = "unsupported"  # the kernel refuses the calls
     NOT_TRIED = "not tried"  # the lab or this machine cannot make the calls
+    UNSUPPORTED = "unsupported"  # the kernel refuses the calls
 
     @classmethod
     def of(cls, verdict: CaseVerdict) -> "Answer":
