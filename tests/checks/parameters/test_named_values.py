@@ -109,7 +109,6 @@ HELD: dict[str, str] = {
     "ForwardBatch.extend_seq_lens, extend_prefix_lens None": "prefixes=none, and no list of them",
     "ForwardBatch.extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu None": "host_lens=none",
     "ForwardBatch.req_pool_indices 0": "padding=slots of length 0",
-    "ForwardBatch.spec_info None": "draft_step=none",
     "SpecInfo.num_accept_tokens None": DEFAULT,
     "SpecInfo.num_draft_tokens None": DEFAULT,
     "SpecInfo.num_tokens_per_req -1": "spec_info=of a graph",
@@ -123,11 +122,6 @@ HELD: dict[str, str] = {
     "KVPool.v2p -1": "slots=virtual, some -1 or without a page",
     "KVPool.v2p 0": "padding=slots of length 1",
     "KVPool.v2p None": "slots=where they lie",
-    **{
-        f"build_mla_{name}_metadata.pool {size}": f"page_size={size}"
-        for name in ("decode", "prefill")
-        for size in (32, 64)
-    },
     "generate_draft_decode_kv_indices.entry_page_size 1": "entries=slots",
     "generate_draft_decode_kv_indices.v2p 0": "translated=True",
 }
