@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def record(
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     path = os.pathsep.join(filter(None, (*start.__path__, os.environ.get("PYTHONPATH"))))
-    typer.echo(f"lab: recording into {out}; afterwards judge with lab judge --calls {out}", err=True)
+    typer.echo(f"lab: recording into {out}; afterwards judge with lab judge --calls {shlex.quote(str(out))}", err=True)
     os.execve(program, command, {**os.environ, ENVIRONMENT: json.dumps(settings), "PYTHONPATH": path})
 
 

@@ -14,6 +14,7 @@ that a kernel accepts.
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -221,4 +222,4 @@ def _reasons(row: Sequence[CasePair], after: Path) -> Iterator[str]:
     reason, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
     rest = f" ({counted(len(row) - len(verdicts), 'case')} for other reasons)" if len(reasons) > 1 else ""
     yield f"{row[0].change}, {verdicts[0].check} of {verdicts[0].interface.name.lower()}: {reason}{rest}"
-    yield f"    reproduce with: lab judge --case {after}#{verdicts[0].number}"
+    yield f"    reproduce with: lab judge --case {shlex.quote(str(after))}#{verdicts[0].number}"

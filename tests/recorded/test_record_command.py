@@ -83,7 +83,7 @@ def _record(server: Path, out: Path, *options: str) -> subprocess.CompletedProce
 
 
 def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path) -> None:
-    out = tmp_path / "calls"
+    out = tmp_path / "my calls"
     command = [sys.executable, "-m", "lab", "record", "--out", str(out), "--functions", "server_kernels"]
     command += ["--every", "3", "--longest", "33", "--", sys.executable, str(server / "serve.py"), "--port", "30000"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(server), str(ROOT)))}
@@ -91,7 +91,7 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
     assert done.returncode == 7
     # No torch before FlashInfer, and the site's own module.
     assert done.stdout.split() == ["False", "set", "--port", "30000"]
-    assert f"recording into {out}; afterwards judge with lab judge --calls {out}" in done.stderr
+    assert f"recording into {out}; afterwards judge with lab judge --calls '{out}'" in done.stderr
     assert done.stderr.count(f": 1 of 3 calls recorded in {out}") == 2
     names = [Path(case.path).stem for case in recorded_cases(out)]
     assert len({name.split("_")[3] for name in names}) == 2, done.stderr  # of both processes

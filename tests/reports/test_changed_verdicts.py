@@ -43,7 +43,7 @@ KERNELS = {each.__name__: SimpleNamespace(**{NAME: each}) for each in (right, wi
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("reports")
+    folder = tmp_path_factory.mktemp("my reports")
     paths = {name: folder / f"{name}.json" for name in KERNELS}
     for name, kernel in KERNELS.items():
         judge(kernel, ranges=RANGES, only=("K13",), drawn=0, discover=False).write(paths[name])
@@ -160,5 +160,5 @@ def test_the_command_tells_reports_from_runs(reports: dict[str, Path], capsys: p
     status = run_lab(["compare", str(reports["right"]), str(reports["window_off_by_one"])])
     said = capsys.readouterr().out
     assert status == 1
-    assert f"reproduce with: lab judge --case {reports['window_off_by_one']}#" in said
+    assert f"reproduce with: lab judge --case '{reports['window_off_by_one']}'#" in said
     assert run_lab(["compare", str(reports["right"]), str(reports["right"])]) == 125

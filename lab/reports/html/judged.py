@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ class JudgedRun(RecordedFile):
     def reproduction(self, case: Mapping[str, Any]) -> str:
         """Return a shell command that judges a case again in the folder of the page; "" if the report numbers no cases."""
         suffix = self.path.name.removeprefix(Path(self.name).name)
-        return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
+        return f"lab judge --case {shlex.quote(self.name + suffix)}#{case['number']}" if "number" in case else ""
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import markupsafe
 import pytest
 
 # What the extra html brings.
@@ -144,8 +146,9 @@ def test_the_page_opens_with_the_answer(html: str) -> None:
     assert "K1 oracle of decode: wrong. What the check catches: any error of an output vector" in said
 
 
-@pytest.mark.parametrize("name", ["mine.json", "mine.json.gz"])
+@pytest.mark.parametrize("name", ["mine.json", "mine.json.gz", "my run.json"])
 def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
+    named = str(markupsafe.escape(shlex.quote(name)))
     record = judged("a wrong row", 3.0)
     record["cases"][0] |= {"number": 1, "case": "Case(window_left=16)"}
     record["diagnosis"] = {
@@ -178,10 +181,10 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
         "The window has one key too few.",
         "compared: 74 results of 9 cases",
         "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 other results",
-        f"The LSE is wrong in most cases where q_len is 2: wrong in 3 of 5; lab judge --case {name}#1",
+        f"The LSE is wrong in most cases where q_len is 2: wrong in 3 of 5; lab judge --case {named}#1",
         "<li>The LSE is wrong in 2 of 3 results where sinks are given</li>",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
-        f"<code>lab judge --case {name}#1",
+        f"<code>lab judge --case {named}#1",
         "row 3, head 0",
         "0.2512 inf",
         'id="judge-runs"',
