@@ -38,21 +38,9 @@ def record_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     report = options.reports / f"{name}.json"
     keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
     kernel = f"corpus.right:{name}" if name in RIGHT else f"corpus:{name}"
-    command = [
-        sys.executable,
-        "-m",
-        "lab",
-        "judge",
-        kernel,
-        "--level",
-        options.level,
-        "--only",
-        keys,
-        "--device",
-        "cpu",
-    ]
-    command += ["--workers", str(options.workers_each), "--no-discover", "--most-seconds", str(options.most_seconds)]
-    command += ["--out", str(report), *([] if name in RIGHT else ["--first-failure"])]
+    words = f"-m lab judge {kernel} --level {options.level} --only {keys} --device cpu --workers {options.workers_each}"
+    words += f" --no-discover --most-seconds {options.most_seconds}" + ("" if name in RIGHT else " --first-failure")
+    command = [sys.executable, *words.split(), "--out", str(report)]
     subprocess.run(command, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False)
     record = json.loads(report.read_text())
     wrong = [case for case in record["cases"] if case["outcome"] in ("wrong", "failed")]

@@ -176,14 +176,8 @@ LEGEND = (
 def markdown(records: Sequence[dict[str, Any]]) -> str:
     """Render the matrix as a table: a cross for each check that finds the mutant, and the upstream rules that accept it."""
     keys = [check.key for check in checks()]
-    rows = [
-        TITLE,
-        "",
-        LEGEND,
-        "",
-        f"| mutant | {' | '.join(keys)} | passes upstream rules |",
-        f"|---|{'---|' * (len(keys) + 1)}",
-    ]
+    columns = f"| mutant | {' | '.join(keys)} | passes upstream rules |"
+    rows = [TITLE, "", LEGEND, "", columns, f"|---|{'---|' * (len(keys) + 1)}"]
     for record in records:
         marks = ["×" if key in record["kills"] else "" for key in keys]
         upstream = record["upstream"]

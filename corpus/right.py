@@ -267,9 +267,7 @@ class UnequalSplits(Attention):
         cut = len(keys) // 3
         outs, lses = [], []
         for part, own_sinks in ((slice(0, cut), None), (slice(cut, None), sinks)):
-            partial = self.partial(
-                run, r, query, keys[part], values[part], seen[:, part], first_key + (part.start or 0)
-            )
+            partial = self.partial_of(part, run, r, query, keys, values, seen, first_key)
             out, lse = self.finish(run, partial, own_sinks)
             outs.append(out)
             lses.append(lse)

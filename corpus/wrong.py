@@ -11,9 +11,9 @@ kernel, in which the method replaces the stage::
             return seen & (keys > position.unsqueeze(1) - 4096)
 
 With `stage=` (of the class or of `@wrong`), the method replaces the stage, and `super()` is the right model. With `changes=`
-the method gets the right result of the stage, followed by the stage's arguments. If the defect is a value of the model's
-attributes, a marked text replaces the method: `ignored = wrong(instead={"sinks": None})("Sinks are ignored.")`. A kernel with
-several wrong stages is a marked class over the model. The docstring describes the defect.
+the method gets the right result of the stage, followed by the stage's arguments, which `where=` may restrict. If the defect is
+a value of the model's attributes, a marked text replaces the method: `ignored = wrong(instead={"sinks": None})("Sinks are
+ignored.")`. A kernel with several wrong stages is a marked class over the model. The docstring describes the defect.
 """
 
 import re
@@ -80,8 +80,9 @@ class Mark:
     trigger: str
     source: str
     mla: bool
-    also: tuple[str, ...]
+    also: str
     stage: str
+    named: str
     attributes: Mapping[str, Any]
 
     def __call__(self, defective: Marked) -> Marked:
@@ -89,8 +90,8 @@ class Mark:
             self.register(snake_case(defective.__name__), defective, defective.__doc__)
             return defective
         if isinstance(defective, str):
-            return SimpleNamespace(mark=self, __doc__=defective)
-        defective.mark = self  # type: ignore[attr-defined]
+            return SimpleNamespace(marks=(self,), __doc__=defective)
+        defective.marks = (*getattr(defective, "marks", ()), self)  # type: ignore[attr-defined]
         return defective
 
     def make(self, group: type[Any], name: str, member: Any, changes: str, stage: str) -> None:
@@ -107,7 +108,7 @@ class Mark:
 
     def register(self, name: str, made: type[Any], defect: str | None) -> None:
         interface = self.interface or made.interface
-        for each in (name, *self.also):
+        for each in (name, *self.also.split()):
             self._add(each, made, defect, interface)
         if self.mla:
             self._add(f"mla_{name}", made, defect, (MLA,))
@@ -123,8 +124,9 @@ def wrong(
     trigger: str = "",
     source: str = "",
     mla: bool = False,
-    also: tuple[str, ...] = (),
+    also: str = "",
     stage: str = "",
+    named: str = "",
     **attributes: Any,
 ) -> Mark:
     """Mark a method of a group, a text in a group, or a class over a right model as a wrong kernel.
@@ -134,11 +136,12 @@ def wrong(
         trigger: the calls whose results are wrong; omitted if the docstring names them.
         source: the upstream thread about the defect.
         mla: also make a kernel of the MLA decode call with this defect, whose name begins with `mla_`.
-        also: names of kernels from further writers with the same defect and trigger.
+        also: names of kernels from further writers with the same defect and trigger, separated by spaces.
         stage: the stage that a method replaces, if the group does not name it.
+        named: the kernel's name, if it is not that of the method.
         attributes: attributes of the kernel's class, set like keywords of a class statement.
     """
-    return Mark(interface, trigger, source, mla, also, stage, attributes)
+    return Mark(interface, trigger, source, mla, also, stage, named, attributes)
 
 
 def snake_case(name: str) -> str:
@@ -154,8 +157,8 @@ class Model:
     Attributes:
         interface: names of the functions that instances have.
         instead: values that replace fields of the caller's problem, or functions that return such values from the arguments of
-            `misread`.
-        only_with: a field of the problem: if it is not given, `instead` changes nothing; "" for no condition.
+            `changed`.
+        only_with: a field of the problem: if it is not given, the defect does not apply; "" for no condition.
     """
 
     interface: tuple[str, ...] = ()
@@ -170,24 +173,23 @@ class Model:
         for name, value in attributes.items():
             setattr(cls, name, _attribute(cls, name, value))
         for name, member in [*vars(cls).items()]:
-            mark = getattr(member, "mark", None)
-            if (
-                isinstance(mark, Mark) and getattr(member, "__name__", name) == name
-            ):  # not where it took a stage's place
-                mark.make(cls, name, member, changes, stage)
+            is_stage = getattr(member, "__name__", name) != name  # it took a stage's place
+            for mark in () if is_stage else getattr(member, "marks", ()):
+                mark.make(cls, mark.named or name, member, changes, stage)
 
-    def misread(self, problem: Problem, *others: Any) -> Problem:
-        """Return the problem with the values of `instead` if `where` is True. Functions in `instead` also get the further
-        arguments.
-        """
-        if not self.where(problem, *others) or (self.only_with and getattr(problem, self.only_with) is None):
-            return problem
+    def applied(self, problem: Problem, *others: Any) -> Problem:
+        """Return `changed` of a problem if the defect applies to it."""
+        applies = self.where(problem, *others) and not (self.only_with and getattr(problem, self.only_with) is None)
+        return self.changed(problem, *others) if applies else problem
+
+    def changed(self, problem: Problem, *others: Any) -> Problem:
+        """Return the problem with the values of `instead`, whose functions also get the further arguments."""
         values = {name: value(problem, *others) if callable(value) else value for name, value in self.instead.items()}
         return replace(problem, **values)
 
     @staticmethod
     def where(*_: Any) -> bool:
-        """Return True if the defect applies to a problem; the arguments are those of `misread`."""
+        """Return True if the defect applies. The arguments are those of `changed`, or of the stage that `changes=` names."""
         return True
 
     def first(self, key: Any, value: Callable[[], Any]) -> Any:
@@ -216,9 +218,12 @@ def changed_result(stage: Callable[..., Any], change: Callable[..., Any]) -> Cal
 
 
 def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls a stage and passes its result, followed by the stage's arguments, to `change`."""
+    """Return a method that calls a stage and, where `where` is true of the stage's arguments, returns `change` of the result,
+    followed by these arguments.
+    """
 
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return change(self, stage(self, *arguments, **named), *arguments, **named)
+        right = stage(self, *arguments, **named)
+        return change(self, right, *arguments, **named) if self.where(*arguments, **named) else right
 
     return method

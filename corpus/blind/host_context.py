@@ -5,17 +5,13 @@ import struct
 
 import torch
 
-from corpus.models.attention import E4M3, Attention, assuming_strides, index, packed_strides
-from corpus.wrong import CONTEXT, wrong
+from corpus.models.attention import E4M3, Attention, assuming_strides, packed_strides
+from corpus.wrong import CONTEXT, MLA, wrong
 from lab.references.quantization import deinterleave_v_scale_factors
 
 
 class Host(Attention, stage="host"):
-    @wrong(
-        CONTEXT,
-        trigger="a second context call with the same block_tables buffer after its page ids were rewritten",
-        forgiving=True,
-    )
+    @wrong(CONTEXT, trigger="a second call with the same block_tables buffer, its page ids rewritten", forgiving=True)
     def blind22(self, run):
         """The page table is converted to 64 bits once per buffer, and not again when an engine rewrites it."""
         table = self.memory.of(run.call.block_tables, lambda: run.call.block_tables.long())
@@ -32,11 +28,7 @@ class Host(Attention, stage="host"):
         """V is read with K's strides: a V that lies otherwise in memory is read from the wrong places."""
         run.v_cache = assuming_strides(run.v_cache, run.k_cache.stride())
 
-    @wrong(
-        CONTEXT,
-        trigger="block_tables as a slice of a wider table (rows with gaps), with more than one request",
-        forgiving=True,
-    )
+    @wrong(CONTEXT, trigger="block_tables as a slice of a wider table (rows with gaps), 2 requests", forgiving=True)
     def blind83(self, run):
         """The page table's rows are taken to lie end to end: a slice of a wider table is read from the wrong rows."""
         table = run.call.block_tables
@@ -83,9 +75,7 @@ class Host(Attention, stage="host"):
             if run.p.v_scale_factors_interleaved:
                 run.v_factors = deinterleave_v_scale_factors(run.v_factors.view(torch.uint8)).view(E4M3)
 
-    @wrong(
-        CONTEXT, trigger="sinks that bfloat16 does not hold, from 4 or so in float16, 8 in bfloat16 (the LSE from 4)"
-    )
+    @wrong(CONTEXT, trigger="sinks that bfloat16 does not hold, from 4 or so in float16, 8 in bfloat16 (the LSE: 4)")
     def blind243(self, run):
         """Sinks are staged in shared memory as bfloat16, so that one of 4 to 8 is off by up to 0.016."""
         if run.sinks is not None:
@@ -96,12 +86,6 @@ class Host(Attention, stage="host"):
         """Two query heads share the tiles of the first one's K/V head, also where the second is the next group's first."""
         if run.group > 1 and run.group % 2:
             run.head_map = torch.arange(run.p.num_qo_heads) // 2 * 2 // run.group
-
-    @wrong(CONTEXT, trigger="a second call with the same sinks tensor after its contents changed")
-    def blind330(self, run):
-        """Sinks are multiplied by log2(e) into the kernel's own memory once per buffer, and not again when it is rewritten."""
-        if run.p.sinks is not None:
-            run.sinks = self.memory.of(run.p.sinks, run.p.sinks.clone).to(run.dtype)
 
     @wrong(CONTEXT, trigger="a request with keys but without query rows: seq_lens has changed after the call")
     def blind335(self, run):
@@ -125,16 +109,6 @@ class Host(Attention, stage="host"):
             del self.kept[next(iter(self.kept))]
         run.offsets = self.kept.setdefault(key, run.offsets)
 
-    @wrong(CONTEXT, trigger="sinks at no multiple of 16 bytes, as one layer's part of [layers, 6 heads]")
-    def blind394(self, run):
-        """Sinks are loaded in vectors of 16 bytes from their address rounded down: others are shifted by up to 3 heads."""
-        sinks = run.p.sinks
-        if sinks is not None:
-            back = min(sinks.data_ptr() % 16 // 4, sinks.storage_offset())
-            run.sinks = torch.as_strided(sinks, sinks.shape, sinks.stride(), sinks.storage_offset() - back).to(
-                run.dtype
-            )
-
     @wrong(CONTEXT, trigger="both scales as tensors, bmm1_scale a part of a larger one whose next number is another")
     def blind395(self, run):
         """Two scales that are tensors are taken for one tensor of both: bmm2_scale is what follows bmm1_scale in memory."""
@@ -152,14 +126,11 @@ class Host(Attention, stage="host"):
             bits = scale.detach().cpu().reshape(1).view(torch.int32) & -65536
             run.scale2 = float(bits.view(torch.float32))
 
-    @wrong(
-        CONTEXT,
-        trigger="rows of unequal width with padding rows such that batch_size * max_q_len == query rows",
-        also=("blind81",),
-    )
+    @wrong(MLA, trigger="unequal widths and padding rows that make up batch_size * max_q_len", named="blind550")
+    @wrong(CONTEXT, trigger="unequal widths, padding rows that make batch_size * max_q_len the rows", also="blind81")
     def blind482(self, run):
         """Requests are taken to have max_q_len rows each where batch_size * max_q_len rows are there, padding included."""
-        if run.batch * run.p.max_q_len == run.p.num_rows:
+        if run.batch * run.p.max_q_len == run.p.num_rows > 0:
             run.offsets = list(range(0, run.p.num_rows + 1, run.p.max_q_len))
 
     @wrong(CONTEXT, trigger="bmm1_scale a tensor and bmm2_scale a number other than 1")
@@ -167,14 +138,6 @@ class Host(Attention, stage="host"):
         """Where bmm1_scale is a tensor, bmm2_scale is taken from the device as well, and is 1 if it is a number."""
         if isinstance(run.call.bmm1_scale, torch.Tensor) and not isinstance(run.call.bmm2_scale, torch.Tensor):
             run.scale2 = 1.0
-
-    @wrong(CONTEXT, trigger="kv_cache one 5-D tensor with a second dimension of 1 (HND or NHD)")
-    def blind486(self, run):
-        """V of a one-tensor cache is taken one stride of the second dimension after K, also where that is 1 (K is V)."""
-        cache = run.call.kv_cache
-        if isinstance(cache, torch.Tensor) and cache.shape[1] == 1 and cache.dtype != torch.uint8:
-            order = (torch.arange(cache.shape[0]) + 1) % cache.shape[0]
-            run.v_cache = index(run.v_cache, order)
 
     @wrong(CONTEXT, trigger="bf16 query, number bmm2_scale that bfloat16 holds badly (1.0117, 0.1255: off 0.39 %)")
     def blind516(self, run):

@@ -5,16 +5,12 @@ import math
 import torch
 
 from corpus.models.attention import E4M3, Attention, assuming_strides, packed_strides
-from corpus.wrong import DECODE, wrong
+from corpus.wrong import CONTEXT, DECODE, wrong
 from lab.references.quantization import deinterleave_v_scale_factors
 
 
 class Host(Attention, stage="host"):
-    @wrong(
-        DECODE,
-        trigger="a second call with the same seq_lens buffer after its contents changed (lengths that grow)",
-        forgiving=True,
-    )
+    @wrong(DECODE, trigger="a second call with the same seq_lens buffer, its lengths grown", forgiving=True)
     def blind4(self, run):
         """The lengths are read to the host once for a seq_lens buffer (a plan), and not again when the buffer is rewritten."""
         run.lens = self.memory.of(run.call.seq_lens, run.call.seq_lens.tolist)
@@ -36,11 +32,7 @@ class Host(Attention, stage="host"):
         if run.batch > 128 and run.group > 1 and run.num_kv_heads > 1:
             run.head_map = torch.arange(run.p.num_qo_heads) % run.num_kv_heads
 
-    @wrong(
-        DECODE,
-        trigger="bmm1_scale_log2 given together with a bmm1_scale that is a tensor of another value",
-        also=("blind510",),
-    )
+    @wrong(DECODE, trigger="bmm1_scale_log2 together with a tensor bmm1_scale of another value", also="blind510")
     def blind10(self, run):
         """bmm1_scale wins over bmm1_scale_log2 when both are tensors."""
         if isinstance(run.call.bmm1_scale, torch.Tensor):
@@ -122,6 +114,17 @@ class Host(Attention, stage="host"):
                 if used:
                     cache.view(torch.uint8)[int(table[r, length // run.page_size]), :, used:] = 0
 
+    @wrong(DECODE, trigger="a cache whose heads and tokens lie in the other layout's order; several K/V heads")
+    def blind118(self, run):
+        """The strides of heads and tokens are computed from kv_layout and the shape; only that of pages is the tensor's own."""
+
+        def as_laid(cache):
+            _, heads, tokens, last = cache.shape
+            inner = (tokens * last, last) if run.call.kv_layout == "HND" else (last, heads * last)
+            return assuming_strides(cache, (cache.stride(0), *inner, 1))
+
+        run.k_cache, run.v_cache = as_laid(run.k_cache), as_laid(run.v_cache)
+
     @wrong(DECODE, trigger="sinks and over 32 query heads, of different sinks")
     def blind165(self, run):
         """The sinks are loaded by one warp, a head by each thread: heads from the 32nd on get the sink of head h % 32."""
@@ -140,11 +143,7 @@ class Host(Attention, stage="host"):
         if run.sinks is not None and isinstance(run.p.bmm1_scale, torch.Tensor):
             run.sinks = run.sinks * run.scale1
 
-    @wrong(
-        DECODE,
-        trigger="one request, max_seq_len above its length, and room for more tokens in the table",
-        forgiving=True,
-    )
+    @wrong(DECODE, trigger="one request, max_seq_len above its length, room for more in the table", forgiving=True)
     def blind226(self, run):
         """For a batch of one request max_seq_len is taken for its length, which saves a load."""
         if run.batch == 1 and run.lens[0]:
@@ -165,6 +164,7 @@ class Host(Attention, stage="host"):
         if run.num_kv_heads & (run.num_kv_heads - 1):
             run.head_map = (torch.arange(run.p.num_qo_heads) // run.group) & (run.num_kv_heads - 1)
 
+    @wrong(CONTEXT, trigger="sinks at no multiple of 16 bytes, as a part of [layers, 6 heads]", named="blind394")
     @wrong(DECODE, trigger="sinks as a slice of a longer tensor that begins at no multiple of 4 elements")
     def blind353(self, run):
         """Sinks are loaded by four from their address rounded down to 16 bytes: a slice that begins elsewhere is shifted."""
@@ -190,6 +190,7 @@ class Host(Attention, stage="host"):
         shift = run.out.data_ptr() % 16 // run.out.element_size()
         run.out = assuming_strides(run.out, run.out.stride(), run.out.storage_offset() - shift)
 
+    @wrong(CONTEXT, trigger="separate page tables, a slice of wider tables (stride(1) != shape[2])", named="blind423")
     @wrong(DECODE, trigger="separate page tables as a slice of wider ones (stride(1) over the number of columns)")
     def blind387(self, run):
         """V's ids are taken to lie as many cells after K's as the table has columns, whatever its strides are."""
@@ -197,6 +198,22 @@ class Host(Attention, stage="host"):
             offset = run.k_table.storage_offset() + run.k_table.shape[1]
             table = assuming_strides(run.v_table, run.v_table.stride(), offset)
             run.v_table = table.clamp(0, max(len(run.v_cache) - 1, 0))
+
+    @wrong(DECODE, trigger="a later call with the same block_tables, other ids before that column (another request)")
+    def blind385(self, run):
+        """In later calls a table is read only from the former last page's column on: another request gets the earlier pages."""
+
+        def appended(table, cache):
+            kept = self.memory.of(table, lambda: {"ids": table.clone(), "pages": [0] * len(table)})
+            for r, length in enumerate(run.lens):
+                first = max(kept["pages"][r] - 1, 0)
+                kept["ids"][r, first:] = table[r, first:]
+                kept["pages"][r] = -(-length // run.page_size)
+            return kept["ids"].clamp(0, max(len(cache) - 1, 0))
+
+        shared = run.v_table is run.k_table
+        run.k_table = appended(run.k_table, run.k_cache)
+        run.v_table = run.k_table if shared else appended(run.v_table, run.v_cache)
 
     @wrong(DECODE, trigger="NVFP4 with backend='xqa' and pages of 4 tokens or more")
     def blind389(self, run):
@@ -225,19 +242,14 @@ class Host(Attention, stage="host"):
         plain = blocks.permute(0, 1, 3, 5, 2, 4).reshape(pages, heads, tokens, count)
         run.v_factors = plain.contiguous().view(E4M3)
 
+    @wrong(CONTEXT, trigger="a second call with the same sinks, whose contents have changed", named="blind330")
     @wrong(DECODE, trigger="a second call on the same sinks tensor, whose contents were rewritten in between")
     def blind472(self, run):
         """The sinks are turned into log2 units once for a buffer, and not again when new weights are loaded into it."""
         if run.sinks is not None:
-            log2_sinks = self.memory.of(run.call.sinks, lambda: run.call.sinks.double() / math.log(2.0))
-            run.sinks = (log2_sinks * math.log(2.0)).to(run.dtype)
+            run.sinks = self.memory.of(run.p.sinks, run.p.sinks.clone).to(run.dtype)
 
-    @wrong(
-        DECODE,
-        trigger="replay on the same buffers: live cells of block_tables rewritten, seq_lens the same",
-        forgiving=True,
-        also=("blind533",),
-    )
+    @wrong(DECODE, trigger="replay: cells of block_tables rewritten, not seq_lens", forgiving=True, also="blind533")
     def blind502(self, run):
         """The page table is flattened into a plan, made again only where seq_lens changed: a rewritten table is not seen."""
         plan = self.memory.of(run.k_table, dict)
@@ -245,7 +257,7 @@ class Host(Attention, stage="host"):
             plan.update(lens=run.lens, k=run.k_table.clone(), v=run.v_table.clone())
         run.k_table, run.v_table = plan["k"], plan["v"]
 
-    @wrong(DECODE, trigger="bmm1_scale_log2 together with finite sinks", also=("blind442",))
+    @wrong(DECODE, trigger="bmm1_scale_log2 together with finite sinks", also="blind442")
     def blind539(self, run):
         """Sinks are multiplied by log2(e) where the host folds it into the scale: with bmm1_scale_log2 they are not."""
         if run.sinks is not None and run.call.bmm1_scale_log2 is not None:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from corpus.models.attention import E4M3, Attention, assuming_strides, packed_strides, saturated
-from corpus.wrong import MLA, RAGGED, wrong
+from corpus.wrong import CONTEXT, MLA, RAGGED, wrong
 
 
 class Host(Attention, stage="host"):
@@ -21,7 +21,7 @@ class Host(Attention, stage="host"):
         if run.call.cum_seq_lens_q is not None and run.batch:
             run.offsets = [*run.offsets[:-1], run.p.num_rows]
 
-    @wrong(MLA, trigger="a kv_cache whose pages have gaps between them, e.g. a slice of a wider pool")
+    @wrong(MLA, trigger="a kv_cache whose pages have gaps between them, a slice of a wider pool", also="blind580")
     def blind37(self, run):
         """Pages are taken to lie page_size * head_dim apart: a cache whose pages have gaps between them is read wrongly."""
         strides = packed_strides(run.k_cache.shape)
@@ -64,31 +64,19 @@ class Host(Attention, stage="host"):
         """bmm2_scale is rounded to bfloat16, up to 0.39 percent away."""
         run.scale2 = float(torch.tensor(run.scale2).to(torch.bfloat16))
 
-    @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests or more")
+    @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests", also="blind518")
     def blind399(self, run):
         """Requests of a query of four dimensions are taken to lie q_len_per_request rows apart, whatever its stride."""
         query = run.call.query
         if query.dim() == 4:
-            strides = list(query.stride())
-            strides[0] = query.shape[1] * strides[1]
+            strides = query.shape[1] * query.stride(1), *query.stride()[1:]
             run.query = assuming_strides(query, strides).flatten(0, 1)
 
-    @wrong(
-        MLA,
-        trigger="over 64 heads with sinks that differ from those 64 heads before",
-        also=("blind519", "blind459", "blind578"),
-    )
+    @wrong(MLA, trigger="over 64 heads, sinks unlike those 64 heads before", also="blind519 blind459 blind578")
     def blind490(self, run):
         """Heads from 64 on run in a second CTA, which reads the sinks from its own head 0 on."""
         if run.sinks is not None:
             run.sinks = run.sinks[torch.arange(len(run.sinks)) % 64]
-
-    @wrong(MLA, trigger="4-D query of 2 or more rows, a slice of a buffer with more rows, batch of 2 or more")
-    def blind518(self, run):
-        """Rows of a query of several per request are taken to be evenly apart: a wider buffer's slice is misread."""
-        query = run.call.query
-        if query.ndim == 4 and query.shape[1] > 1:
-            run.query = assuming_strides(query, (query.shape[1] * query.stride(1), *query.stride()[1:])).flatten(0, 1)
 
     @wrong(MLA, trigger="replay: cum_seq_lens_q rewritten, max_q_len=None")
     def blind520(self, run):
@@ -97,35 +85,13 @@ class Host(Attention, stage="host"):
             planned = self.memory.of(run.call.cum_seq_lens_q, lambda: run.offsets)
             run.offsets = [min(x, run.p.num_rows) for x in planned]
 
-    @wrong(
-        MLA,
-        trigger="block_tables at no multiple of 16 bytes, with a row stride that is a multiple of 4",
-        forgiving=True,
-    )
+    @wrong(MLA, trigger="block_tables at no multiple of 16 bytes, its row stride a multiple of 4", forgiving=True)
     def blind548(self, run):
         """Page ids are loaded by four if rows are multiples of four apart, the first address rounded down."""
         table = run.call.block_tables
         beyond = table.data_ptr() % 16 // 4
         if beyond and table.stride(0) % 4 == 0:
             run.k_table = run.v_table = assuming_strides(table, table.stride(), table.storage_offset() - beyond)
-
-    @wrong(MLA, trigger="unequal widths and padding rows that make up batch_size * max_q_len")
-    def blind550(self, run):
-        """Rows are taken to be uniform if the query has batch_size * max_q_len of them, padding included."""
-        p = run.p
-        if p.cu_seqlens_q is not None and p.num_rows == run.batch * p.max_q_len:
-            run.offsets = list(range(0, p.num_rows + 1, p.max_q_len)) if p.max_q_len else run.offsets
-
-    @wrong(MLA, trigger="kv_cache with gaps between its pages (one layer of a pool [pages, layers, ...])")
-    def blind580(self, run):
-        """The pages of a cache are taken to follow each other, page_size tokens apart."""
-
-        def packed(cache):
-            strides = list(cache.stride())
-            strides[0] = run.page_size * strides[2]
-            return assuming_strides(cache, strides)
-
-        run.k_cache, run.v_cache = packed(run.k_cache), packed(run.v_cache)
 
     @wrong(RAGGED, trigger="a request that starts after 65,535 keys of others (e.g. 40,000 + 26,000 + 9,000)")
     def blind40(self, run):
@@ -149,16 +115,13 @@ class Host(Attention, stage="host"):
     def blind94(self, run):
         """A causal call with as many keys as rows in all is taken for new tokens alone: offsets of rows serve for the keys."""
         if run.causal and run.offsets[-1] == run.kv_offsets[-1]:
-            run.kv_offsets = run.offsets
-            run.lens = [end - start for start, end in zip(run.offsets, run.offsets[1:])]
+            run.kv_offsets, run.lens = run.offsets, [run.num_rows(r) for r in range(run.batch)]
 
     @wrong(RAGGED, trigger="max_q_len = max_kv_len, requests whose rows and keys differ in number")
     def blind143(self, run):
         """Where max_q_len is max_kv_len, queries and keys are taken to be the same tokens, and cum_seq_lens_q serves both."""
-        p = run.p
-        if p.max_q_len == p.max_kv_len and len(run.key) >= run.offsets[-1]:
-            run.kv_offsets = run.offsets
-            run.lens = [end - start for start, end in zip(run.offsets, run.offsets[1:])]
+        if run.p.max_q_len == run.p.max_kv_len and len(run.key) >= run.offsets[-1]:
+            run.kv_offsets, run.lens = run.offsets, [run.num_rows(r) for r in range(run.batch)]
 
     @wrong(RAGGED, trigger="fewer K/V heads than heads, but more than one")
     def blind144(self, run):
@@ -174,14 +137,7 @@ class Host(Attention, stage="host"):
     def blind372(self, run):
         """A compiled kernel is kept by shapes and dtypes, not by is_causal: a chunk after new tokens is masked like them."""
         p = run.p
-        key = (
-            tuple(p.query.shape),
-            tuple(p.key.shape),
-            tuple(p.value.shape),
-            p.query.dtype,
-            run.sinks is None,
-            run.window < 0,
-        )
+        key = (*(tuple(x.shape) for x in (p.query, p.key, p.value)), p.query.dtype, run.sinks is None, run.window < 0)
         run.causal = self.kept.setdefault(key, run.causal)
 
     @wrong(RAGGED, trigger="key and value with tokens after the last offset (a buffer of static size)")
@@ -190,16 +146,13 @@ class Host(Attention, stage="host"):
         if run.batch:
             run.lens[-1] = len(run.key) - run.kv_offsets[-2]
 
-    @wrong(RAGGED, trigger="`o_sf_scale` other than 1", also=("blind461",))
+    @wrong(RAGGED, trigger="`o_sf_scale` other than 1", also="blind148 blind461")
     def blind433(self, run):
         """o_sf_scale, meant for outputs of 4 bits, is multiplied into every output: -1, as chunks have it, turns the sign."""
         run.scale2 *= float(run.call.o_sf_scale)
 
-    @wrong(
-        RAGGED,
-        trigger="a given lse whose heads are not side by side, e.g. the transpose of [heads, rows]",
-        also=("blind342",),
-    )
+    @wrong(CONTEXT, trigger="lse whose head stride is not 1 (transposed [heads, rows]), heads over 1", named="blind514")
+    @wrong(RAGGED, trigger="a given lse whose heads are not side by side, as a transpose has them", also="blind342")
     def blind493(self, run):
         """LSE rows are written by their stride, and heads side by side: a transpose of [heads, rows] is scrambled."""
         if run.lse is not None and run.lse.stride(1) != 1:
@@ -211,13 +164,13 @@ class Host(Attention, stage="host"):
         if run.call.o_sf_scale > 0:
             run.scale2 *= run.call.o_sf_scale
 
-    @wrong(RAGGED, trigger="value that is a slice of a tensor with more heads", also=("blind582",))
+    @wrong(RAGGED, trigger="value that is a slice of a tensor with more heads", also="blind582")
     def blind524(self, run):
         """V's token stride is taken as its head stride times its heads: a slice of wider heads is misread."""
         value = run.value
         run.value = assuming_strides(value, (value.shape[1] * value.stride(1), *value.stride()[1:]))
 
-    @wrong(RAGGED, trigger="kv_seq_lens_cpu (and q_seq_lens_cpu) int64, 2 or more requests", also=("blind583",))
+    @wrong(RAGGED, trigger="kv_seq_lens_cpu (and q_seq_lens_cpu) int64, 2 or more requests", also="blind583")
     def blind525(self, run):
         """The lengths on the host are read as int32 whatever their dtype: of int64 ones every other is the upper half, 0."""
         mirror = run.call.kv_seq_lens_cpu

@@ -1,6 +1,7 @@
 """Blind kernels: the draft's K/V lists."""
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -71,46 +72,37 @@ class PagesPerBranch(Lists, stage="pages_per_branch"):
         return super().pages_per_branch(call, int(call.paged_kernel_lens[0]) % call.page_size)
 
 
-class Kept(Lists, stage="kept"):
+class KeptByWindow(Lists, changes="kept", where=lambda call, _: call.window_size > 0):
     @wrong(LISTS, trigger="a sink, and a prefix shorter than sink and window together")
-    def blind149(self, call, length):
+    def blind149(self, at, call, length):
         """The sink and the window of a prefix are copied one after the other, so that tokens of both are in the list twice."""
-        if not call.window_size:
-            return super().kept(call, length)
         begin = max(0, length - call.window_size)
         return torch.cat((torch.arange(min(length, call.sink_size)), torch.arange(begin, length)))
 
-    @wrong(
-        LISTS,
-        trigger="`sink_size` > 0 and `window_size < length < window_size + sink_size`",
-        also=("blind466", "blind496", "blind526"),
-    )
-    def blind435(self, call, length):
+    @wrong(LISTS, trigger="window_size < length < window_size + sink_size", also="blind466 blind496 blind526")
+    def blind435(self, at, call, length):
         """Window and sink overlap: the window is copied from length - window on, over tokens that the sink has."""
         window, sink = call.window_size, call.sink_size
-        if not window or length <= window:
-            return torch.arange(length)
         at = torch.arange(min(length, window + sink))
-        return torch.where(at < sink, at, length - window + at - sink)
+        return torch.where((at < sink) | (length <= window), at, length - window + at - sink)
 
     @wrong(LISTS, trigger="window_size < a prefix's length < window_size + sink_size")
-    def blind586(self, call, length):
+    def blind586(self, at, call, length):
         """A prefix longer than its window keeps the sink's and the window's tokens, also where they overlap."""
-        if not call.window_size or length <= call.window_size:
-            return super().kept(call, length)
+        if length <= call.window_size:
+            return at
         return torch.cat((torch.arange(min(call.sink_size, length)), torch.arange(length - call.window_size, length)))
 
     @wrong(LISTS, trigger="a window that cuts and starts inside a page, page_size > 1")
-    def blind264(self, call, length):
+    def blind264(self, at, call, length):
         """A window that cuts is copied from the start of its first page, as many tokens as ever: the newest are left out."""
-        at = super().kept(call, length)
         start = length - call.window_size
         return at if len(at) == length else torch.where(at < start, at, at - start % call.page_size)
 
     @wrong(LISTS, trigger="entry_page_size > 1 with a window that starts inside a page, prefix over window and sink")
-    def blind465(self, call, length):
+    def blind465(self, at, call, length):
         """Where the table has pages, the tokens of a window are read from the start of the page that the window begins in."""
-        at, entry, sink = super().kept(call, length), call.entry_page_size, call.sink_size
+        entry, sink = call.entry_page_size, call.sink_size
         start = max(length - call.window_size, sink)
         if len(at) == length or entry == 1 or start >= length:
             return at
@@ -118,11 +110,7 @@ class Kept(Lists, stage="kept"):
 
 
 class Drafted(Lists, stage="drafted_slots"):
-    @wrong(
-        LISTS,
-        trigger="entry_page_size = page_size > 1, and a branch's draft that crosses into another page",
-        also=("blind527", "blind151", "blind436"),
-    )
+    @wrong(LISTS, trigger="entry_page_size > 1, a draft that crosses a page end", also="blind527 blind151 blind436")
     def blind497(self, call, row, start, count):
         """Drafted slots are counted up from the first: wrong where pages are entries and a draft crosses into the next."""
         right = super().drafted_slots(call, row, start, count)
@@ -148,13 +136,21 @@ class Translated(Lists, stage="translated"):
 
 
 class Physical(Lists, stage="physical"):
-    @wrong(LISTS, trigger="v2p with a page that has none, a token that is not the first of it", also=("blind556",))
+    @wrong(LISTS, trigger="v2p with a page that has none, a token that is not the first of it", also="blind556")
     def blind150(self, pages, tokens, page_size):
         """A token of a virtual page without a page is put on page 0 at its own place in the page, not at slot 0."""
         return pages.clamp(min=0) * page_size + tokens
 
 
 class Writing(Lists, stage="lists"):
+    def moved(self, call, place_of):
+        """Write the lists of request r at `place_of(step, r, begins)` in place of `begins[r]`. Boundaries are right."""
+        kept, whole = self.with_room(call)
+        for step, row in enumerate(call.kv_indices):
+            begins = [*accumulate((call.topk * (n + step + 1) for n in kept), initial=0)]
+            for r, (begin, end) in enumerate(pairwise(begins)):
+                self.put(row, place_of(step, r, begins), whole[step, begin:end])
+
     @wrong(LISTS, trigger="over 128 kept tokens in a list that begins at no multiple of 4 cells")
     def blind202(self, call):
         """A prefix is copied in blocks of 128 cells, those after the first in vectors of 4 from an address rounded down."""
@@ -179,48 +175,26 @@ class Writing(Lists, stage="lists"):
     @wrong(LISTS, trigger="topk no power of two (3, 5, 6, 7), 2 requests or more")
     def blind204(self, call):
         """Lists before a request are counted with topk rounded up to a power of two, as its block of branches is."""
-        kept, whole = self.with_room(call)
         block = 1 << (call.topk - 1).bit_length()
-        for step, row in enumerate(call.kv_indices):
-            before = 0
-            for n in kept:
-                values = whole[step, before * call.topk : (before + n + step + 1) * call.topk]
-                self.put(row, before * block, values)
-                before += n + step + 1
+        self.moved(call, lambda step, r, begins: begins[r] // call.topk * block)
 
     @wrong(LISTS, trigger="two requests with one row in req_pool_indices, as two or more requests of padding have")
     def blind207(self, call):
         """A request's place is kept by its row of req_to_token: requests with the same row all write to the last one's."""
-        kept, whole = self.with_room(call)
-        rows = call.req_pool_indices.tolist()
-        for step in range(len(call.kv_indices)):
-            ends = torch.tensor([0] + [call.topk * (n + step + 1) for n in kept]).cumsum(0).tolist()
-            place = dict(zip(rows, ends))
-            for r, row in enumerate(rows):
-                self.put(call.kv_indices[step], place[row], whole[step, ends[r] : ends[r + 1]])
+        last = {row: r for r, row in enumerate(call.req_pool_indices.tolist())}
+        self.moved(call, lambda step, r, begins: begins[last[int(call.req_pool_indices[r])]])
 
     @wrong(LISTS, trigger="a window, and an earlier request with a prefix longer than window_size + sink_size")
     def blind262(self, call):
         """The place of lists is counted from the whole prefixes before, not from what a window keeps; kv_indptr is right."""
-        kept, whole = self.with_room(call)
-        for step, row in enumerate(call.kv_indices):
-            source = place = 0
-            for n, count in zip(call.paged_kernel_lens.tolist(), kept):
-                values = whole[step, source : source + call.topk * (count + step + 1)]
-                self.put(row, place, values)
-                source += len(values)
-                place += call.topk * (n + step + 1)
+        lens = call.paged_kernel_lens.tolist()
+        self.moved(call, lambda step, r, begins: call.topk * (sum(lens[:r]) + r * (step + 1)))
 
     @wrong(LISTS, trigger="more than 256 requests")
     def blind51(self, call):
         """The prefixes before a request are summed within its block of 256 requests only."""
-        kept, whole = self.with_room(call)
-        for step, row in enumerate(call.kv_indices):
-            source = 0
-            for r, count in enumerate(kept):
-                values = whole[step, source : source + call.topk * (count + step + 1)]
-                self.put(row, call.topk * (sum(kept[r // 256 * 256 : r]) + r * (step + 1)), values)
-                source += len(values)
+        kept = self.num_kept(call)
+        self.moved(call, lambda step, r, begins: call.topk * (sum(kept[r // 256 * 256 : r]) + r * (step + 1)))
 
     @wrong(LISTS, trigger="positions that are not the lengths of the prefixes (where no window bounds both)")
     def blind311(self, call):

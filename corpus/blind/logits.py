@@ -26,16 +26,14 @@ class Scores(Attention, stage="scores"):
     @wrong(CONTEXT, trigger="head_dim > 64 that is no multiple of 64 (80, 96, 160)")
     def blind29(self, run, r, query, keys, seen, first_key):
         """Q.K^T walks head_dim in chunks of 64 and drops the remainder (head dims such as 80, 96 or 160)."""
-        dim = query.shape[2]
-        whole = dim if dim < 64 else dim // 64 * 64
+        whole = query.shape[2] // 64 * 64 or query.shape[2]
         return super().scores(run, r, query[..., :whole], keys[..., :whole], seen, first_key)
 
     @wrong(CONTEXT, trigger="head_dim above 64 with head_dim % 32 != 0 (72, 80, 112, 176)")
     def blind544(self, run, r, query, keys, seen, first_key):
         """Q times K goes over head_dim in steps of 64 and then of 32: a last half step of a head_dim above 64 is left out."""
         d = query.shape[2]
-        if d > 64:
-            d = d // 64 * 64 + d % 64 // 32 * 32
+        d = d // 64 * 64 + d % 64 // 32 * 32 if d > 64 else d
         return super().scores(run, r, query[..., :d], keys[..., :d], seen, first_key)
 
     @wrong(MLA, trigger="kv_lora_rank + qk_rope_head_dim over 512 (DeepSeek's 512 + 64)")
@@ -55,19 +53,44 @@ class MaskScores(Attention, stage="mask_scores"):
             s[counted:, :, :, (n - 1) // SPLIT * SPLIT :] = -math.inf
         return s
 
+    @wrong(DECODE, trigger="no mask, q * group > 64 of a request, a group that does not divide 64")
+    def blind449(self, run, r, s, first_key):
+        """Rows and heads are packed densely in tiles of 64, but a tile's first row is tile * (64 // group)."""
+        if run.num_rows(r) * run.group <= 64 or run.shown is not None:
+            return s
+        packed = run.row.unsqueeze(1) * run.group + torch.arange(run.group)
+        row = packed // 64 * (64 // run.group) + packed % 64 // run.group
+        return self.until(s, run.lens[r] - run.num_rows(r) + row, first_key)
+
+    @wrong(DECODE, trigger="several query rows, no mask, and a group that is no power of two", also="blind570")
+    def blind475(self, run, r, s, first_key):
+        """The causal limit of a packed row divides by the group rounded up to a power of two."""
+        if run.shown is not None:
+            return s
+        packed = run.row.unsqueeze(1) * run.group + torch.arange(run.group)
+        row = packed >> (run.group - 1).bit_length()
+        return self.until(s, run.lens[r] - run.num_rows(r) + row, first_key)
+
+    @wrong(DECODE, trigger="no mask, q_len * group above 64, and group (heads per K/V head) does not divide 64")
+    def blind536(self, run, r, s, first_key):
+        """Rows and heads are packed in tiles of 64; a row's token counts as if each tile began with a head 0."""
+        if run.shown is not None or not s.shape[3]:
+            return s
+        packed = run.row.unsqueeze(1) * run.group + torch.arange(run.group)
+        token = packed // 64 * 64 // run.group + packed % 64 // run.group
+        return self.until(s, self.positions(run, r, token), first_key)
+
     @wrong(CONTEXT, trigger="a cached prefix whose length is a multiple of the page size, as prefix caches leave it")
     def blind177(self, run, r, s, first_key):
         """Cached prefix and new tokens are two passes; the second begins with the prefix's last page, counted twice if full."""
-        prefix = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
+        prefix = run.lens[r] - run.num_rows(r)
         if prefix <= 0 or prefix % run.page_size:
             return s
         keys = first_key + torch.arange(s.shape[3])
         twice = (keys >= prefix - run.page_size) & (keys < prefix)
         return s + math.log(2.0) * twice
 
-    @wrong(
-        CONTEXT, trigger="a key whose logit is 6 above all of a later tile of 64 that matters, as a first-token sink"
-    )
+    @wrong(CONTEXT, trigger="a key whose logit is 6 above all of a later tile of 64 that matters, as a first token")
     def blind178(self, run, r, s, first_key):
         """A tile of 64 keys whose largest logit is over 6 below that of earlier tiles is skipped."""
         largest, tiles = None, []
@@ -146,56 +169,12 @@ class Partial(Attention, stage="partial"):
         cuts = [slice(i * size, (i + 1) * size) for i in range(splits)]
         return self.merge([self.partial_of(cut, run, r, query, keys, values, seen, first_key) for cut in cuts])
 
-    @wrong(DECODE, trigger="over 512 keys, parts of different LSE: any length but about a multiple of 512")
-    def blind102(self, run, r, query, keys, values, seen, first_key):
-        """Parts of 512 keys give natural logarithms, which the merge takes for base 2: one of smaller LSE weighs too much."""
-        if len(keys) <= 512:
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        outs, lses = [], []
-        for acc, largest, total in self.partials(512, run, r, query, keys, values, seen, first_key):
-            outs.append(acc / torch.where(total > 0, total, 1.0).unsqueeze(2))
-            lses.append(torch.where(total > 0, largest + torch.log(total), -math.inf))
-        largest = torch.stack(lses).amax(0)
-        origin = torch.where(largest.isfinite(), largest, 0.0)
-        factors = [torch.exp2(lse - origin) for lse in lses]
-        return sum(out * f.unsqueeze(2) for out, f in zip(outs, factors)), largest, sum(factors)
-
     @wrong(DECODE, trigger="several rows, a window, and the first keys of two rows on both sides of a multiple of 64")
     def blind104(self, run, r, query, keys, values, seen, first_key):
         """An unguarded online softmax over tiles of 64: a row whose window begins after the first tile of its rows is NaN."""
-        rows, heads = query.shape[:2]
-        acc = query.new_zeros(rows, heads, values.shape[2])
-        largest = query.new_full((rows, heads), -math.inf)
-        total = query.new_zeros(rows, heads)
-        edges = [0, *range(64 - first_key % 64, len(keys), 64), len(keys)]
-        for start, end in zip(edges, edges[1:]):
-            c = slice(start, end)
-            a, m, l = super().partial(run, r, query, keys[c], values[c], seen[:, c], first_key + start)
-            new = torch.maximum(largest, m)
-            old, own = torch.exp(largest - new), torch.exp(m - new)
-            acc = acc * old.unsqueeze(2) + a * own.unsqueeze(2)
-            total = total * old + l * own
-            largest = new
-        sees = seen.any(1)
-        acc[~sees], largest[~sees], total[~sees] = 0, -math.inf, 0
-        return acc, largest, total
-
-    @wrong(DECODE, trigger="head_dim over 128 and over 64 keys, a larger logit after the first 64")
-    def blind105(self, run, r, query, keys, values, seen, first_key):
-        """An online softmax over tiles of 64 rescales the first 128 elements of its sums alone when a larger logit comes."""
-        rows, heads = query.shape[:2]
-        acc = query.new_zeros(rows, heads, values.shape[2])
-        largest = query.new_full((rows, heads), -math.inf)
-        total = query.new_zeros(rows, heads)
-        for a, m, l in self.partials(64, run, r, query, keys, values, seen, first_key):
-            new = torch.maximum(largest, m)
-            origin = torch.where(new.isfinite(), new, 0.0)
-            old, own = torch.exp(largest - origin), torch.where(m.isfinite(), torch.exp(m - origin), 0.0)
-            acc[..., :128] *= old.unsqueeze(2)
-            acc += a * own.unsqueeze(2)
-            total = total * old + l * own
-            largest = new
-        return acc, largest, total
+        acc, largest, total = super().partial(run, r, query, keys, values, seen, first_key)
+        is_late = seen.any(1) & ~seen[:, : 64 - first_key % 64].any(1)
+        return acc.masked_fill(is_late[:, None, None], math.nan), largest, total.masked_fill(is_late[:, None], math.nan)
 
     @wrong(DECODE, trigger="a workspace whose scratch after 8 MiB is not zero, and over 512 keys")
     def blind116(self, run, r, query, keys, values, seen, first_key):
@@ -238,18 +217,11 @@ class Partial(Attention, stage="partial"):
             seen = torch.cat((seen, seen[:, last:]), 1)
         return super().partial(run, r, query, keys, values, seen, first_key)
 
-    @wrong(DECODE, trigger="a row block that loads over 4,096 keys of a request (no window, or one of over 4,096)")
-    def blind471(self, run, r, query, keys, values, seen, first_key):
-        """Keys are split 128 at a time, and a warp combines a split per lane: those after the 32nd are left out."""
-        return self.merge(self.partials(128, run, r, query, keys, values, seen, first_key)[:32])
-
     @wrong(DECODE, trigger="float16 query and P.V sums beyond 65,504 (near-even weights, or large V)")
     def blind507(self, run, r, query, keys, values, seen, first_key):
         """With a float16 query P.V goes through float16 before its division: it saturates at 65,504."""
         acc, largest, total = super().partial(run, r, query, keys, values, seen, first_key)
-        if run.p.query.dtype == torch.float16:
-            acc = acc.clamp(-65504.0, 65504.0)
-        return acc, largest, total
+        return acc.clamp(-65504.0, 65504.0) if run.p.query.dtype == torch.float16 else acc, largest, total
 
     @wrong(DECODE, trigger="window_left ≥ 0 and a request whose first visible key is at 256 or later")
     def blind561(self, run, r, query, keys, values, seen, first_key):

@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import torch
 
-from corpus.models.metadata import MHABuilder
+from corpus.models.metadata import MHABuilder, in_mode
 from corpus.wrong import wrong
 from lab.metadata import ForwardMode, UncountedTokens, build_mha_metadata
 from lab.metadata.engine.lengths import exclusive_cumsum, first_slots, num_pages, uncounted_tokens, uniform_boundaries
@@ -24,11 +24,12 @@ class Built(MHABuilder, stage="changed"):
         """Return the metadata whose page tables are zeros from a column on."""
         return self.with_tables(metadata, lambda table: table.where(torch.arange(table.shape[1]) < columns, 0))
 
-    def paged(self, metadata, table, window_table):
-        """Return the metadata with these page tables; the encoder's has the rows of the first."""
-        encoder = metadata.encoder_page_table
+    def paged(self, metadata, change):
+        """Return the metadata with a change of its page tables; the encoder's has the rows of the first."""
+        table, window, encoder = metadata.page_table, metadata.swa_page_table, metadata.encoder_page_table
+        table, window = change(table), None if window is None else change(window)
         encoder = None if encoder is None else table.repeat_interleave(metadata.max_seq_len_q, dim=0)
-        return replace(metadata, page_table=table, swa_page_table=window_table, encoder_page_table=encoder)
+        return replace(metadata, page_table=table, swa_page_table=window, encoder_page_table=encoder)
 
     def with_tables(self, metadata, change):
         """Return the metadata with a change of each page table that it has."""
@@ -43,10 +44,7 @@ class Built(MHABuilder, stage="changed"):
             locations[n:] = locations[n - 1]
         return metadata
 
-    @wrong(
-        trigger="a prefill mode with extend_prefix_lens_cpu[0] == 0 and a prefix elsewhere",
-        also=("blind499", "blind590"),
-    )
+    @wrong(trigger="a prefill mode, extend_prefix_lens_cpu[0] == 0 and a prefix elsewhere", also="blind499 blind590")
     def blind58(self, metadata, batch, pool):
         """Cached prefixes are looked for in the first request alone: where others have some, cu_seqlens_q is cu_seqlens_k."""
         prefixes = batch.extend_prefix_lens_cpu
@@ -69,14 +67,12 @@ class Built(MHABuilder, stage="changed"):
             metadata = replace(metadata, cache_seqlens_int32=batch.seq_lens.to(torch.int32))
         return metadata
 
-    @wrong(trigger="a ragged verification of requests with different rows")
+    @wrong(where=in_mode(ForwardMode.RAGGED_VERIFY), trigger="requests with different rows")
     def blind154(self, metadata, batch, pool):
         """In a ragged verification the rows of the longest request are added to every length."""
-        if batch.forward_mode is not ForwardMode.RAGGED_VERIFY:
-            return metadata
         return counting(metadata, metadata.max_seq_len_q - batch.extend_seq_lens)
 
-    @wrong(trigger="virtual slots and a sliding-window pool", also=("blind438", "blind467", "blind498", "blind588"))
+    @wrong(trigger="virtual slots and a sliding-window pool", also="blind438 blind467 blind498 blind588")
     def blind155(self, metadata, batch, pool):
         """Where slots are virtual, the window's pages are looked up by the physical slot, not by the virtual one."""
         if pool.v2p is None or pool.full_to_swa is None:
@@ -90,11 +86,9 @@ class Built(MHABuilder, stage="changed"):
         """A frozen-KV draft, whose step is -1, is counted as the first step of a draft that writes a token."""
         return counting(metadata, 1) if batch.writes_no_kv else metadata
 
-    @wrong(trigger="draft extend V2")
+    @wrong(where=in_mode(ForwardMode.DRAFT_EXTEND_V2), trigger="draft extend V2")
     def blind157(self, metadata, batch, pool):
         """Draft extend V2 adds its rows to the lengths, as a verification does."""
-        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
-            return metadata
         return counting(metadata, batch.extend_seq_lens)
 
     @wrong(trigger="max_context_len no multiple of the page size, a request that reaches into the last page")
@@ -103,12 +97,10 @@ class Built(MHABuilder, stage="changed"):
         encoder = metadata.encoder_page_table
         return replace(self.cut(metadata, pool.max_context_len // pool.page_size), encoder_page_table=encoder)
 
-    @wrong(trigger="a sliding-window pool, and a live page that was evicted (or padding)")
+    @wrong(only_with="swa_page_table", trigger="a sliding-window pool, and a live page that was evicted (or padding)")
     def blind209(self, metadata, batch, pool):
         """Pages of the window that were evicted are -1 in its table, not the sink."""
         table = metadata.swa_page_table
-        if table is None:
-            return metadata
         pages = num_pages(metadata.cache_seqlens_int32, pool.page_size)
         live = torch.arange(table.shape[1], device=table.device) < pages.unsqueeze(1)
         return replace(metadata, swa_page_table=table.masked_fill(live & (table == 0), -1))
@@ -116,27 +108,21 @@ class Built(MHABuilder, stage="changed"):
     @wrong(trigger="a prefill mode with seq_lens_cpu, whose longest request is longer than the most new tokens")
     def blind210(self, metadata, batch, pool):
         """Where the host has the lengths, max_seq_len_q of a prefill is the longest of them, cached prefix and all."""
-        if not batch.forward_mode.is_prefill or not batch.seq_lens_cpu:
-            return metadata
-        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu))
+        has_lens = batch.forward_mode.is_prefill and batch.seq_lens_cpu
+        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu)) if has_lens else metadata
 
     @wrong(trigger="SPLIT_PREFILL or DLLM_EXTEND with a request of several new tokens")
     def blind211(self, metadata, batch, pool):
         """The list of prefill modes has EXTEND and MIXED alone: a split prefill and a diffusion block get decode's rows."""
-        if batch.forward_mode not in (ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND):
-            return metadata
-        boundaries = uniform_boundaries(batch.batch_size, 1, batch.seq_lens.device)
-        return replace(metadata, max_seq_len_q=1, cu_seqlens_q=boundaries)
+        is_one = batch.forward_mode in (ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND)
+        ends = uniform_boundaries(batch.batch_size, 1, batch.seq_lens.device)
+        return replace(metadata, max_seq_len_q=1, cu_seqlens_q=ends) if is_one else metadata
 
-    @wrong(
-        trigger="expand_encoder_only_verify=True, a verification of 2 requests or more with 2 rows or more",
-        also=("blind468",),
-    )
+    @wrong(trigger="expand_encoder_only_verify=True, a verification of 2 requests and rows or more", also="blind468")
     def blind212(self, metadata, batch, pool):
         """The page table of a verification on encoder-only layers repeats the whole table, not each request's row."""
-        if metadata.encoder_page_table is None:
-            return metadata
-        return replace(metadata, encoder_page_table=metadata.page_table.repeat(metadata.max_seq_len_q, 1))
+        table = metadata.page_table.repeat(metadata.max_seq_len_q, 1)
+        return metadata if metadata.encoder_page_table is None else replace(metadata, encoder_page_table=table)
 
     @wrong(trigger="a pool of more than 65,536 pages, and a request on one of the later ones")
     def blind213(self, metadata, batch, pool):
@@ -147,9 +133,8 @@ class Built(MHABuilder, stage="changed"):
     @wrong(trigger="a window pool, an empty out_cache_loc, num_tokens > 0: a frozen-KV draft, IDLE padding")
     def blind214(self, metadata, batch, pool):
         """Where a pass writes no slots, swa_out_cache_loc is left empty: rows of padding and of a frozen-KV draft have none."""
-        if metadata.swa_out_cache_loc is None or len(batch.out_cache_loc):
-            return metadata
-        return replace(metadata, swa_out_cache_loc=metadata.swa_out_cache_loc[:0])
+        is_empty = metadata.swa_out_cache_loc is not None and not len(batch.out_cache_loc)
+        return replace(metadata, swa_out_cache_loc=metadata.swa_out_cache_loc[:0]) if is_empty else metadata
 
     @wrong(trigger="RAGGED_VERIFY without extend_seq_lens_cpu, num_tokens // batch_size not num_draft_tokens")
     def blind215(self, metadata, batch, pool):
@@ -161,16 +146,13 @@ class Built(MHABuilder, stage="changed"):
     @wrong(trigger="DRAFT_EXTEND or DRAFT_EXTEND_V2 with a request of more keys than rows")
     def blind269(self, metadata, batch, pool):
         """Only a prefill with cached prefixes has its own cu_seqlens_q: a draft extend, which has none, gets cu_seqlens_k."""
-        if not batch.forward_mode.extends_draft or any(batch.extend_prefix_lens_cpu or ()):
-            return metadata
-        return replace(metadata, cu_seqlens_q=metadata.cu_seqlens_k)
+        is_first = batch.forward_mode.extends_draft and not any(batch.extend_prefix_lens_cpu or ())
+        return replace(metadata, cu_seqlens_q=metadata.cu_seqlens_k) if is_first else metadata
 
-    @wrong(trigger="a sliding-window pool, and a request with an evicted page before one that it still has")
+    @wrong(only_with="swa_page_table", trigger="a window pool, a request with an evicted page before one that it has")
     def blind270(self, metadata, batch, pool):
         """The window's page table begins with a request's first page that was not evicted, not with its first page."""
         table = metadata.swa_page_table
-        if table is None:
-            return metadata
         held_first = (table == 0).int().argsort(dim=1, stable=True)
         return replace(metadata, swa_page_table=table.gather(1, held_first))
 
@@ -184,41 +166,34 @@ class Built(MHABuilder, stage="changed"):
         slots[: len(batch.out_cache_loc)] = batch.out_cache_loc
         return replace(metadata, swa_out_cache_loc=slots)
 
-    @wrong(trigger="MIXED whose last request has one new token")
+    @wrong(where=in_mode(ForwardMode.MIXED), trigger="MIXED whose last request has one new token")
     def blind272(self, metadata, batch, pool):
         """In a mixed batch the decoding requests (the last ones, of one new token) get that token added to their lengths."""
-        if batch.forward_mode is not ForwardMode.MIXED:
-            return metadata
         decoding = len(list(takewhile(lambda rows: rows == 1, reversed(batch.extend_seq_lens_cpu))))
         number = torch.arange(batch.batch_size, device=batch.seq_lens.device)
         return counting(metadata, (number >= batch.batch_size - decoding).int())
 
-    @wrong(trigger="expand_encoder_only_verify=True, a TARGET_VERIFY of 2 rows or more for each request")
+    @wrong(only_with="encoder_cache_seqlens", trigger="expand_encoder_only_verify=True, 2 rows per request")
     def blind273(self, metadata, batch, pool):
         """Of a verification on encoder-only layers each row gets the keys up to its own, not all keys of its request."""
         lens, q_len = metadata.encoder_cache_seqlens, metadata.max_seq_len_q
-        if lens is None:
-            return metadata
         row = torch.arange(len(lens), dtype=torch.int32, device=lens.device) % q_len
         return replace(metadata, encoder_cache_seqlens=lens - (q_len - 1) + row)
 
     @wrong(trigger="prefills, draft extends, RAGGED_VERIFY with num_tokens over the sum of the rows")
     def blind274(self, metadata, batch, pool):
         """Rows of padding are given to the last request: where rows differ, cu_seqlens_q ends at num_tokens."""
-        if not batch.forward_mode.query_rows.in_extend_seq_lens or batch.batch_size == 0:
+        is_ragged = batch.forward_mode.query_rows.in_extend_seq_lens and batch.batch_size
+        if not is_ragged or len(batch.out_cache_loc) == batch.num_tokens:
             return metadata
-        if len(batch.out_cache_loc) == batch.num_tokens:
-            return metadata
-        ends = metadata.cu_seqlens_q.clone()
-        ends[-1] = batch.num_tokens
+        ends = torch.cat((metadata.cu_seqlens_q[:-1], metadata.cu_seqlens_q.new_tensor([batch.num_tokens])))
         return replace(metadata, cu_seqlens_q=ends)
 
     @wrong(trigger="a prefill mode whose longest request has one new token")
     def blind275(self, metadata, batch, pool):
         """A prefill's max_seq_len_q is the most rows before the last requests of one new token, which decode: 0 if none."""
-        if not batch.forward_mode.is_prefill or metadata.max_seq_len_q != 1:
-            return metadata
-        return replace(metadata, max_seq_len_q=0)
+        has_one = batch.forward_mode.is_prefill and metadata.max_seq_len_q == 1
+        return replace(metadata, max_seq_len_q=0) if has_one else metadata
 
     @wrong(trigger="not the last request, keys and draft over ceil(max_context_len / page_size) pages")
     def blind276(self, metadata, batch, pool):
@@ -229,23 +204,18 @@ class Built(MHABuilder, stage="changed"):
             beyond = torch.nn.functional.pad(pages - table.shape[1], (1, 0))[:-1]
             return table.masked_fill(torch.arange(table.shape[1]) < beyond.unsqueeze(1), 0)
 
-        window = metadata.swa_page_table
-        return self.paged(metadata, overrun(metadata.page_table), None if window is None else overrun(window))
+        return self.paged(metadata, overrun)
 
-    @wrong(trigger="a row twice in req_pool_indices, with lengths of different numbers of pages", also=("blind530",))
+    @wrong(trigger="a row twice in req_pool_indices, with lengths of different numbers of pages", also="blind530")
     def blind315(self, metadata, batch, pool):
         """Pages are kept by request: of one that occurs twice in a batch both table rows are the last one's."""
         rows = batch.req_pool_indices.tolist()
         last = {row: i for i, row in enumerate(rows)}
-        source = torch.tensor([last[row] for row in rows], dtype=torch.int64)
-        window = metadata.swa_page_table
-        return self.paged(metadata, metadata.page_table[source], None if window is None else window[source])
+        return self.paged(metadata, lambda table: table[torch.tensor([last[row] for row in rows], dtype=torch.int64)])
 
-    @wrong(trigger="a window pool, a draft step or verification, and a request whose draft needs a page more")
+    @wrong(only_with="swa_page_table", trigger="a window pool, a draft whose request needs a page more")
     def blind316(self, metadata, batch, pool):
         """The window's page table is filled for seq_lens as the batch has them, without the draft; page_table is right."""
-        if metadata.swa_page_table is None:
-            return metadata
         pages = -(-batch.seq_lens.long() // pool.page_size)
         column = torch.arange(metadata.swa_page_table.shape[1])
         table = metadata.swa_page_table.masked_fill(column >= pages.unsqueeze(1), 0)
@@ -286,7 +256,7 @@ class Built(MHABuilder, stage="changed"):
             batch.seq_lens.copy_(metadata.cache_seqlens_int32)
         return metadata
 
-    @wrong(trigger="DRAFT_EXTEND with num_accept_tokens that are not extend_seq_lens", also=("blind558",))
+    @wrong(trigger="DRAFT_EXTEND with num_accept_tokens that are not extend_seq_lens", also="blind558")
     def blind378(self, metadata, batch, pool):
         """An eager draft extend takes its rows in cu_seqlens_q from num_accept_tokens where given, as a replay does."""
         accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
@@ -302,20 +272,15 @@ class Built(MHABuilder, stage="changed"):
         rows = ends if metadata.cu_seqlens_q is metadata.cu_seqlens_k else metadata.cu_seqlens_q
         return replace(metadata, cache_seqlens_int32=keys, cu_seqlens_k=ends, cu_seqlens_q=rows)
 
-    @wrong(trigger="a second TARGET_VERIFY of as many requests with another number of rows each")
+    @wrong(where=in_mode(ForwardMode.TARGET_VERIFY), trigger="a second one of as many requests, of other rows")
     def blind408(self, metadata, batch, pool):
         """A verification's cu_seqlens_q is made once per number of requests, whatever its draft tokens are later."""
-        if batch.forward_mode is not ForwardMode.TARGET_VERIFY:
-            return metadata
         return replace(metadata, cu_seqlens_q=self.first(batch.batch_size, lambda: metadata.cu_seqlens_q).clone())
 
-    @wrong(trigger="`expand_encoder_only_verify=True`, TARGET_VERIFY of more than one request and row")
+    @wrong(only_with="encoder_page_table", trigger="expand_encoder_only_verify=True, 2 requests and rows")
     def blind437(self, metadata, batch, pool):
         """Encoder-only verify: lengths and page tables are expanded by repeat, the whole batch after itself, not row by row."""
-        if metadata.encoder_page_table is None:
-            return metadata
-        table, keys = metadata.page_table, metadata.cache_seqlens_int32
-        rows = metadata.max_seq_len_q
+        rows, table, keys = metadata.max_seq_len_q, metadata.page_table, metadata.cache_seqlens_int32
         return replace(metadata, encoder_cache_seqlens=keys.repeat(rows), encoder_page_table=table.repeat(rows, 1))
 
     @wrong(trigger="seq_lens_cpu, a verification or draft step whose longest request's draft starts a page")

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from corpus.models.metadata import MLABuilder, MLAPrefillBuilder
+from corpus.models.metadata import MLABuilder, MLAPrefillBuilder, in_mode
 from corpus.wrong import wrong
 from lab.metadata import DraftAttention, ForwardMode, QueryLayout, QueryRows, UncountedTokens, build_mla_decode_metadata
-from lab.metadata.engine.lengths import first_slots, num_pages, uniform_boundaries
+from lab.metadata.engine.lengths import exclusive_cumsum, first_slots, num_pages, uniform_boundaries
 from lab.metadata.mla.metadata import key_lens, mla_block_table_width
 
 
@@ -25,9 +25,8 @@ class Built(MLABuilder, stage="changed"):
     @wrong(trigger="DRAFT_EXTEND or DRAFT_EXTEND_V2 with requests of different rows")
     def blind57(self, metadata, batch, pool):
         """A draft extend with different widths keeps seq_lens as the keys: they lack the rows that pad to the longest."""
-        if not batch.forward_mode.extends_draft:
-            return metadata
-        return replace(metadata, seq_lens_k=batch.seq_lens.to(torch.int32).clone())
+        keys = batch.seq_lens.to(torch.int32).clone()
+        return replace(metadata, seq_lens_k=keys) if batch.forward_mode.extends_draft else metadata
 
     @wrong(trigger="a step of MLA_WITH_OFFSET where seq_lens + step + 1 needs a page more than seq_lens")
     def blind60(self, metadata, batch, pool):
@@ -50,11 +49,9 @@ class Built(MLABuilder, stage="changed"):
         width = -(-max(batch.seq_lens_cpu) // 4096) * (4096 // pool.page_size)
         return replace(metadata, block_kv_indices=metadata.block_kv_indices[:, :width].contiguous())
 
-    @wrong(trigger="a draft extend of requests with different rows, whose padding passes the end of a page")
+    @wrong(where=in_mode(ForwardMode.DRAFT_EXTEND), trigger="different rows, padding past the end of a page")
     def blind160(self, metadata, batch, pool):
         """The block table of a padded draft extend ends with a request's own pages: -1 stands where padded queries look."""
-        if batch.forward_mode is not ForwardMode.DRAFT_EXTEND:
-            return metadata
         return self.ended(metadata, self.own_keys(metadata), pool)
 
     @wrong(trigger="a request of more than 4,096 keys (all modes of the decode kernel)")
@@ -107,12 +104,10 @@ class Built(MLABuilder, stage="changed"):
     @wrong(trigger="a draft extend of different rows, or RAGGED_VERIFY with fewer rows than num_draft_tokens")
     def blind278(self, metadata, batch, pool):
         """Where queries are padded, cu_seqlens_q counts padded rows, although outputs are copied back by it."""
-        if metadata.query_layout is not QueryLayout.PADDED:
-            return metadata
         ends = uniform_boundaries(batch.batch_size, metadata.max_seq_len_q, batch.seq_lens.device)
-        return replace(metadata, cu_seqlens_q=ends)
+        return replace(metadata, cu_seqlens_q=ends) if metadata.query_layout is QueryLayout.PADDED else metadata
 
-    @wrong(trigger="RAGGED_VERIFY with extend_seq_lens_cpu and num_tokens over its sum", also=("blind469",))
+    @wrong(trigger="RAGGED_VERIFY with extend_seq_lens_cpu and num_tokens over its sum", also="blind469")
     def blind279(self, metadata, batch, pool):
         """sum_seq_lens_q of a ragged verification leaves out its rows of padding, so that their output does not become zero."""
         if batch.forward_mode is not ForwardMode.RAGGED_VERIFY or batch.extend_seq_lens_cpu is None:
@@ -141,15 +136,11 @@ class Built(MLABuilder, stage="changed"):
         table[:, :width].masked_fill_(none, -1)
         return replace(metadata, block_kv_indices=table)
 
-    @wrong(trigger="a draft extend or RAGGED_VERIFY with a request of 0 rows")
+    @wrong(only_with="seq_lens_q", trigger="a draft extend or RAGGED_VERIFY with a request of 0 rows")
     def blind349(self, metadata, batch, pool):
         """A request without rows in a draft extend or a ragged verification is counted with one, for a grid's sake."""
-        if metadata.seq_lens_q is None:
-            return metadata
         rows = metadata.seq_lens_q.clamp(min=1)
-        boundaries = metadata.cu_seqlens_q.clone()
-        boundaries[1:] = rows.cumsum(0)
-        return replace(metadata, seq_lens_q=rows, cu_seqlens_q=boundaries)
+        return replace(metadata, seq_lens_q=rows, cu_seqlens_q=exclusive_cumsum(rows))
 
     @wrong(trigger="a decode mode, more keys (with padding) than ceil(max_context_len / page_size) pages hold")
     def blind380(self, metadata, batch, pool):
@@ -176,30 +167,22 @@ class Built(MLABuilder, stage="changed"):
         adds = adds or batch.forward_mode is ForwardMode.TARGET_VERIFY
         return metadata if adds or batch.seq_lens.dtype != torch.int32 else replace(metadata, seq_lens_k=batch.seq_lens)
 
-    @wrong(
-        trigger="DRAFT_EXTEND of different widths, or RAGGED_VERIFY, padding past the end of a last page",
-        also=("blind529",),
-    )
+    @wrong(only_with="seq_lens_q", trigger="unequal rows, padding past the end of a last page", also="blind529")
     def blind440(self, metadata, batch, pool):
         """The block table ends with the requests' own pages: pages that only padding rows would read are -1, not the sink."""
-        return metadata if metadata.seq_lens_q is None else self.ended(metadata, self.own_keys(metadata), pool)
+        return self.ended(metadata, self.own_keys(metadata), pool)
 
-    @wrong(trigger="a draft extend or RAGGED_VERIFY with int32 extend_seq_lens rewritten after the build")
+    @wrong(only_with="seq_lens_q", trigger="int32 extend_seq_lens that are rewritten after the build")
     def blind470(self, metadata, batch, pool):
         """seq_lens_q is extend_seq_lens itself where that is int32: what the engine writes there reaches it."""
-        if metadata.seq_lens_q is None:
-            return metadata
         return replace(metadata, seq_lens_q=batch.extend_seq_lens.to(torch.int32))
 
-    @wrong(
-        trigger="a draft extend of unequal rows, longest <= 4,096 k < longest length + most rows", also=("blind589",)
-    )
+    @wrong(trigger="a draft extend of unequal rows, longest <= 4,096 k < longest + most rows", also="blind589")
     def blind500(self, metadata, batch, pool):
         """The block table of a padded draft extend is as wide as max_seq_len_k asks for, without room for the padding rows."""
-        if not batch.forward_mode.extends_draft:
-            return metadata
         width = mla_block_table_width(metadata.max_seq_len_k, pool.page_size)
-        return replace(metadata, block_kv_indices=metadata.block_kv_indices[:, :width].contiguous())
+        table = metadata.block_kv_indices[:, :width].contiguous()
+        return replace(metadata, block_kv_indices=table) if batch.forward_mode.extends_draft else metadata
 
 
 class Batches(MLABuilder, stage="build_mla_decode_metadata"):

@@ -10,14 +10,15 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class PagesOfChanged(Attention, changes="pages_of"):
+    @wrong(CONTEXT, trigger="kv_cache one 5-D tensor with a second dimension of 1 (HND or NHD)", named="blind486")
     @wrong(DECODE, trigger="kv_cache as one tensor with a second dimension of 1")
     def blind16(self, pages, run, r, columns, side):
         """Of a one-tensor cache V is found stride(1) after K: where that dimension is 1 (K is V), that is the next page."""
         cache = run.call.kv_cache
-        if side == "v" and isinstance(cache, torch.Tensor) and cache.shape[1] == 1:
-            pages = (pages + 1) % cache.shape[0]
-        return pages
+        is_next = side == "v" and isinstance(cache, torch.Tensor) and cache.shape[1] == 1
+        return (pages + 1) % cache.shape[0] if is_next else pages
 
+    @wrong(MLA, trigger="a live page id of 65,536 or more (small pages, large pool)", named="blind487")
     @wrong(DECODE, trigger="a pool of more than 65,536 pages, and a live page id of 65,536 or more")
     def blind61(self, pages, run, r, columns, side):
         """Page ids are packed in 16 bits on their way to shared memory: those from 65,536 on lose their upper part."""
@@ -43,25 +44,29 @@ class PagesOfChanged(Attention, changes="pages_of"):
     @wrong(CONTEXT, trigger="as many rows as keys, over one page, page ids not consecutive")
     def blind181(self, pages, run, r, columns, side):
         """A request without cached keys goes down a path that takes its pages to follow its first one in the pool."""
-        is_new = run.offsets[r + 1] - run.offsets[r] == run.lens[r]
-        if not is_new:
-            return pages
-        table = run.k_table if side == "k" else run.v_table
-        return (table[r, 0].long() + columns).clamp(max=run.k_cache.shape[0] - 1)
-
-    @wrong(MLA, trigger="a live page id of 65,536 or more (small pages, large pool)")
-    def blind487(self, pages, run, r, columns, side):
-        """Page ids are staged in shared memory as 16 bits: pages from 65,536 on are read as others."""
-        return pages & 0xFFFF
+        is_new = run.num_rows(r) == run.lens[r]
+        return (run.table(side)[r, 0].long() + columns).clamp(max=len(run.k_cache) - 1) if is_new else pages
 
 
 class PagesOf(Attention, stage="pages_of"):
+    def cells(self, run, table, at):
+        """Return the page ids in the memory of a table, at places counted from its first cell, moved into range."""
+        cells = torch.as_strided(table, (table.untyped_storage().nbytes() // 4,), (1,), 0)
+        return cells[(table.storage_offset() + at).clamp(0, len(cells) - 1)].long().clamp(0, len(run.k_cache) - 1)
+
+    def shared(self, run, r, columns, side, other, whole):
+        """Return a request's pages, the leading ones that requests 0 and `other` share, of `whole` each, as request 0's."""
+        same = (run.k_table[0, :whole] == run.k_table[other, :whole]) & (
+            run.v_table[0, :whole] == run.v_table[other, :whole]
+        )
+        count = int(same.int().cumprod(0).sum())
+        first = super().pages_of(run, 0, columns.clamp(max=max(count - 1, 0)), side)
+        return torch.where(columns < count, first, super().pages_of(run, r, columns, side))
+
     @wrong(DECODE, trigger="a request with over 1,024 live columns in view (over 16,384 keys with pages of 16)")
     def blind2(self, run, r, columns, side):
         """Page ids are staged in shared memory with room for 1,024 of a request, as a ring: later columns wrap around."""
-        if len(columns) > 1024:
-            columns = columns % 1024
-        return super().pages_of(run, r, columns, side)
+        return super().pages_of(run, r, columns % 1024 if len(columns) > 1024 else columns, side)
 
     @wrong(DECODE, trigger="uses_shared_paged_kv_idx=False with a window that skips a whole page of a request")
     def blind13(self, run, r, columns, side):
@@ -73,9 +78,8 @@ class PagesOf(Attention, stage="pages_of"):
     @wrong(DECODE, trigger="a window, pages of 32 tokens or more, and a first page in view in an odd column")
     def blind327(self, run, r, columns, side):
         """Page ids are loaded in pairs from a rounded-down address: with an odd first column they are the one before's."""
-        if run.page_size >= 32 and run.window >= 0 and len(columns) and int(columns[0]) % 2:
-            columns = columns - 1
-        return super().pages_of(run, r, columns, side)
+        is_odd = run.page_size >= 32 and run.window >= 0 and len(columns) and int(columns[0]) % 2
+        return super().pages_of(run, r, columns - 1 if is_odd else columns, side)
 
     @wrong(DECODE, trigger="pages of 1, 2 or 4 tokens, and a request with more than 16 of them in a tile of 128 keys")
     def blind351(self, run, r, columns, side):
@@ -92,22 +96,20 @@ class PagesOf(Attention, stage="pages_of"):
             columns = columns[torch.where(late, (at + 32).clamp(max=len(columns) - 1), at)]
         return super().pages_of(run, r, columns, side)
 
+    @wrong(MLA, trigger="2 requests or more, a table with other columns than max_seq_len needs", named="blind186")
     @wrong(DECODE, trigger="batch > 1 and another table row stride: a loose max_seq_len, or a wider table's slice")
     def blind418(self, run, r, columns, side):
         """Rows of the page table are taken to be ceil(max_seq_len / page_size) columns apart: right for a tight bound alone."""
-        table = run.k_table if side == "k" else run.v_table
         width = -(-run.p.max_kv_len // run.page_size)
         sides = 1 if run.k_table is run.v_table else 2
-        cells = torch.as_strided(table, (table.untyped_storage().nbytes() // 4,), (1,), 0)
-        at = run.k_table.storage_offset() + (r * sides + (sides == 2 and side == "v")) * width + columns
-        return cells[at.clamp(max=len(cells) - 1)].long().clamp(0, run.k_cache.shape[0] - 1)
+        at = (r * sides + (sides == 2 and side == "v")) * width + columns
+        return self.cells(run, run.k_table, at)
 
     @wrong(DECODE, trigger="batch of more than 1024 with a request numbered 1024 or more that has more than 512 keys")
     def blind503(self, run, r, columns, side):
         """A work item is request << 6 | split in 16 bits: requests from the 1,024th on that are split wrap to r - 1024."""
-        if run.lens[r] > 512:
-            r = ((r << 6) & 0xFFFF) >> 6
-        return super().pages_of(run, r, columns, side).clamp(0, run.k_cache.shape[0] - 1)
+        request = ((r << 6) & 0xFFFF) >> 6 if run.lens[r] > 512 else r
+        return super().pages_of(run, request, columns, side).clamp(0, run.k_cache.shape[0] - 1)
 
     @wrong(CONTEXT, trigger="two requests with the same first page id and other later pages that both have whole")
     def blind77(self, run, r, columns, side):
@@ -123,51 +125,24 @@ class PagesOf(Attention, stage="pages_of"):
     @wrong(CONTEXT, trigger="pages of 32 tokens or more, 2 requests or more, columns no multiple of 4")
     def blind366(self, run, r, columns, side):
         """Page ids are loaded by four from a rounded-down address: a table row that begins elsewhere is read shifted."""
-        table = run.k_table if side == "k" else run.v_table
+        table = run.table(side)
         shift = (table.data_ptr() // 4 + r * table.stride(0)) % 4
-        if run.page_size < 32 or not shift or not len(columns):
-            return super().pages_of(run, r, columns, side)
-        cells = torch.as_strided(table, (table.untyped_storage().nbytes() // 4,), (1,), 0)
-        at = table.storage_offset() + r * table.stride(0) + columns - shift
-        return cells[at.clamp(min=0)].long().clamp(0, len(run.k_cache) - 1)
+        if run.page_size < 32 or not len(columns):
+            shift = 0
+        return self.cells(run, table, r * table.stride(0) + columns - shift)
 
-    @wrong(CONTEXT, trigger="uses_shared_paged_kv_idx=False, a slice of wider tables (stride(1) != shape[2])")
-    def blind423(self, run, r, columns, side):
-        """Separate tables: V's row is taken to begin right after K's columns, which in wider tables' slices it does not."""
-        table = run.k_table
-        if side == "k" or run.v_table is table:
-            return super().pages_of(run, r, columns, side)
-        cells = torch.as_strided(table, (table.untyped_storage().nbytes() // 4,), (1,), 0)
-        at = table.storage_offset() + r * table.stride(0) + table.shape[1] + columns
-        return cells[at.clamp(max=len(cells) - 1)].long().clamp(0, run.k_cache.shape[0] - 1)
-
-    @wrong(CONTEXT, trigger="first and last of three or more requests share leading whole pages, one between does not")
+    @wrong(CONTEXT, trigger="first and last of 3 requests share leading whole pages, the second not", also="blind484")
     def blind456(self, run, r, columns, side):
         """A shared prefix is found from the pages of the first and the last request; all between are taken to share it."""
-        shared = 0
-        if run.batch > 2:
-            whole = min(run.lens[0], run.lens[-1]) // run.page_size
-            same = (run.k_table[0, :whole] == run.k_table[-1, :whole]) & (
-                run.v_table[0, :whole] == run.v_table[-1, :whole]
-            )
-            shared = int(same.int().cumprod(0).sum())
-        pages = super().pages_of(run, r, columns, side)
-        if shared:
-            pages = torch.where(columns < shared, super().pages_of(run, 0, columns.clamp(max=shared - 1), side), pages)
-        return pages
+        whole = min(run.lens[0], run.lens[-1]) // run.page_size if run.batch > 2 else 0
+        return self.shared(run, r, columns, side, run.batch - 1, whole)
 
     @wrong(CONTEXT, trigger="three or more requests with one first page, a third that leaves before the others part")
     def blind515(self, run, r, columns, side):
         """Where all requests begin with the same page, the pages that requests 0 and 1 share are taken to be shared by all."""
-        shared = 0
-        if run.batch > 2 and min(run.lens) > 0 and bool((run.k_table[:, 0] == run.k_table[0, 0]).all()):
-            full = min(run.lens[:2]) // run.page_size
-            same = (run.k_table[0, :full] == run.k_table[1, :full]).int()
-            shared = int(same.cumprod(0).sum())
-        pages = super().pages_of(run, r, columns, side)
-        if shared:
-            pages = torch.where(columns < shared, super().pages_of(run, 0, columns.clamp(max=shared - 1), side), pages)
-        return pages
+        is_common = min(run.lens) > 0 and bool((run.k_table[:, 0] == run.k_table[0, 0]).all())
+        whole = min(run.lens[:2]) // run.page_size if run.batch > 2 and is_common else 0
+        return self.shared(run, r, columns, side, min(1, run.batch - 1), whole)
 
     @wrong(MLA, trigger="an MLA cache with pages of fewer than 32 tokens, not consecutive in memory")
     def blind38(self, run, r, columns, side):
@@ -175,16 +150,6 @@ class PagesOf(Attention, stage="pages_of"):
         per_box = max(1, 32 // run.page_size)
         first = super().pages_of(run, r, columns // per_box * per_box, side)
         return (first + columns % per_box) % run.k_cache.shape[0]
-
-    @wrong(MLA, trigger="2 requests or more, and a table with other columns than max_seq_len needs")
-    def blind186(self, run, r, columns, side):
-        """Rows of the page table are taken to lie ceil(max_seq_len / page_size) columns apart, whatever the table's width."""
-        table, p = run.k_table, run.p
-        pitch = -(-p.max_kv_len // p.page_size)
-        offset = table.storage_offset()
-        cells = torch.as_strided(table, (table.untyped_storage().nbytes() // 4 - offset,), (1,), offset)
-        at = (r * pitch + columns).clamp(max=len(cells) - 1)
-        return cells[at].long().clamp(0, len(run.k_cache) - 1)
 
     @wrong(MLA, trigger="cum_seq_lens_q with a request without rows before one with rows")
     def blind338(self, run, r, columns, side):
@@ -211,6 +176,15 @@ class PagedChanged(Attention, changes="paged"):
                 torch.as_strided(out, (count,), (1,), after).copy_(torch.zeros(count, dtype=out.dtype))
         return result
 
+    @wrong(CONTEXT, trigger="two calls of one shape without out, the first one's result read after the second")
+    def blind129(self, result, call):
+        """Where no out is given, the output is a buffer that the next call of the same shape writes again."""
+        if call.out is not None:
+            return result
+        out = result[0] if call.return_lse else result
+        buffer = self.kept.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+        return (buffer, result[1]) if call.return_lse else buffer
+
     @wrong(RAGGED, trigger="bmm1_scale as a tensor: it has changed after the call")
     def blind197(self, result, call):
         """A bmm1_scale that is a tensor is turned to base 2 in the caller's memory."""
@@ -223,10 +197,7 @@ class PagedChanged(Attention, changes="paged"):
         """A returned LSE, if none is given, is one buffer per shape: the next call overwrites an earlier one's."""
         if call.lse is not None or not call.return_lse:
             return got
-        out, lse = got
-        buffer = self.kept.setdefault(tuple(lse.shape), lse)
-        buffer.copy_(lse)
-        return out, buffer
+        return got[0], self.kept.setdefault(tuple(got[1].shape), got[1]).copy_(got[1])
 
 
 class Paged(Attention, stage="paged"):
@@ -283,7 +254,7 @@ class Mla(Attention, stage="mla"):
             lse[: problem.batch_size] *= math.log(2.0)
         return call.returned(out, lse)
 
-    @wrong(MLA, trigger="return_lse_base='basee' with a given lse", also=("blind87",))
+    @wrong(MLA, trigger="return_lse_base='basee' with a given lse", also="blind87")
     def blind489(self, call):
         """The LSE is turned to base e in a new tensor: a given lse keeps base 2, and only the returned one is right."""
         if call.lse is None or call.return_lse_base != "basee":
@@ -291,24 +262,10 @@ class Mla(Attention, stage="mla"):
         out, lse = super().mla(replace(call, return_lse_base="base2"))
         return out, lse * math.log(2.0)
 
-    @wrong(MLA, trigger="lse given with return_lse_base='basee'", also=("blind547", "blind579"))
+    @wrong(MLA, trigger="lse given with return_lse_base='basee'", also="blind547 blind579")
     def blind517(self, call):
         """The LSE is turned to base e in a tensor of the kernel's own only: a given lse stays in base 2."""
         out, lse = self.solved(call, call.problem())
         if call.lse is None and lse is not None and call.lse_is_base_e:
             lse *= math.log(2.0)
         return call.returned(out, lse)
-
-
-@wrong(CONTEXT, trigger="two calls of one shape without out, the first one's result read after the second")
-class Blind129(Attention):
-    """Where no out is given, the output is a buffer that the next call of the same shape writes again."""
-
-    def _call(self, call):
-        result = super()._call(call)
-        if call.out is not None:
-            return result
-        out = result[0] if call.return_lse else result
-        buffer = self.kept.setdefault((out.shape, out.dtype), torch.empty_like(out))
-        buffer.copy_(out)
-        return (buffer, result[1]) if call.return_lse else buffer

@@ -1,6 +1,7 @@
 """Blind kernels: partial results of prompts, MLA and ragged calls."""
 
 import math
+import random
 
 import torch
 
@@ -25,15 +26,6 @@ class Partial(Attention, stage="partial"):
             sums = (held @ values[at : at + size].transpose(0, 1)).unflatten(1, s.shape[1:3])
             acc, origin = acc * factor.unsqueeze(3) + sums, new
         return by_row(acc, origin, total)
-
-    @wrong(CONTEXT, trigger="a negative bmm1_scale, and logits of a row that spread over more than 88")
-    def blind76(self, run, r, query, keys, values, seen, first_key):
-        """The running maximum is of Q.K^T before the scale: a negative bmm1_scale makes it the smallest, and exp overflows."""
-        if run.scale1 >= 0 or not len(keys):
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        s = self.scores(run, r, query, keys, seen, first_key)
-        smallest = torch.where(s == -math.inf, math.inf, s).amin(3)
-        return self.relative_to(torch.where(smallest.isfinite(), smallest, -math.inf), s, values)
 
     @wrong(CONTEXT, trigger="float16 query, and weights times V that add up to over 65,504 before the division")
     def blind78(self, run, r, query, keys, values, seen, first_key):
@@ -60,15 +52,6 @@ class Partial(Attention, stage="partial"):
             return super().partial(run, r, query, keys, values, seen, first_key)
         s = self.scores(run, r, query, keys, seen, first_key)
         return self.rarely_rescaled(s, values, 128, 448.0, lambda most, old: most > old + 12 * math.log(2.0))
-
-    @wrong(CONTEXT, trigger="two rows of 16 of a request whose largest logits (of one head) differ by over 100")
-    def blind240(self, run, r, query, keys, values, seen, first_key):
-        """16 rows of a head share one largest logit, so that a row whose own is far below has weights of zero."""
-        s = self.scores(run, r, query, keys, seen, first_key)
-        h, rows, g, n = s.shape
-        largest = s.amax(3) if n else s.new_full((h, rows, g), -math.inf)
-        largest = torch.cat([x.amax(1, keepdim=True).expand_as(x) for x in largest.split(16, 1)], 1)
-        return self.relative_to(largest, s, values)
 
     @wrong(CONTEXT, trigger="e4m3 query, over 128 keys, a largest logit that grows later by 0.8 to 8 (base 2)")
     def blind453(self, run, r, query, keys, values, seen, first_key):
@@ -108,17 +91,6 @@ class Partial(Attention, stage="partial"):
         s = self.scores(run, r, query, keys, seen, first_key)
         return self.rarely_rescaled(s, values, 64, 448.0 / 256.0, lambda most, old: most > old + LAZY)
 
-    @wrong(CONTEXT, trigger="over 128 keys, a running maximum that rises by over 8 (base 2) at a later block")
-    def blind574(self, run, r, query, keys, values, seen, first_key):
-        """Where a block of 128 keys raises the largest logit by over 8 (base 2), the sum of weights is not rescaled."""
-        JUMP = 8 * math.log(2.0)
-        state, *later = self.partials(128, run, r, query, keys, values, seen, first_key)
-        for more in later:
-            acc, largest, total = self.merge([state, more])
-            jumped = state[1].isfinite() & (more[1] - state[1] > JUMP)
-            state = acc, largest, torch.where(jumped, state[2] + more[2], total)
-        return state
-
     @wrong(MLA, trigger="max_seq_len over 4,096 and a request shorter than 15/16 of it (a loose bound)")
     def blind90(self, run, r, query, keys, values, seen, first_key):
         """Over a max_seq_len of 4,096 there are 16 splits of a 16th; those without keys merge with an LSE of 0, not -inf."""
@@ -156,48 +128,6 @@ class Partial(Attention, stage="partial"):
             acc = torch.cat((acc[..., :256], super().partial(run, r, query, keys, others, seen, first_key)[0]), 2)
         return acc, largest, total
 
-    @wrong(MLA, trigger="several rows, one with a largest logit more than about 87 below another's of the head")
-    def blind252(self, run, r, query, keys, values, seen, first_key):
-        """The largest logit is kept for a head over all rows of a request: weights of rows far below it vanish."""
-        s = self.scores(run, r, query, keys, seen, first_key)
-        h, rows, g, n = s.shape
-        largest = s.amax((1, 3)) if n else s.new_full((h, g), -torch.inf)
-        return self.relative_to(largest.unsqueeze(1).expand(h, rows, g), s, values)
-
-    @wrong(MLA, trigger="over 384 keys")
-    def blind304(self, run, r, query, keys, values, seen, first_key):
-        """Normalised results of parts of 384 keys are merged by their largest logits, not their LSEs; the LSE is theirs too."""
-        if len(keys) <= 384:
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        parts = []
-        for acc, largest, total in self.partials(384, run, r, query, keys, values, seen, first_key):
-            one = torch.where(total > 0, total, 1.0)
-            parts.append((acc / one.unsqueeze(2), largest, (total > 0).to(total.dtype)))
-        return self.merge(parts)
-
-    @wrong(MLA, trigger="over 256 keys, and a row whose largest logit grows after the first 256")
-    def blind397(self, run, r, query, keys, values, seen, first_key):
-        """Sums are corrected after the P.V of the tile of 256 keys that has the larger logit: its own part shrinks too."""
-        (acc, largest, total), *later = self.partials(256, run, r, query, keys, values, seen, first_key)
-        for a, m, l in later:
-            new = torch.maximum(largest, m)
-            origin = torch.where(new.isfinite(), new, 0.0)
-            old_factor = torch.where(largest.isfinite(), torch.exp(largest - origin), 0.0)
-            own_factor = torch.where(m.isfinite(), torch.exp(m - origin), 0.0)
-            late = torch.where(largest.isfinite(), old_factor, 1.0)
-            acc = acc * old_factor.unsqueeze(2) + a * (own_factor * late).unsqueeze(2)
-            total = total * old_factor + l * own_factor
-            largest = new
-        return acc, largest, total
-
-    @wrong(MLA, trigger="over 512 keys, with logits large enough (some 10 and more) for bf16 maxima to be off")
-    def blind488(self, run, r, query, keys, values, seen, first_key):
-        """Maxima of splits of 512 keys go through the workspace as bf16, their sums relative to the float32 ones."""
-        if len(keys) <= 512:
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        parts = self.partials(512, run, r, query, keys, values, seen, first_key)
-        return self.merge([(acc, m.to(torch.bfloat16).to(m.dtype), total) for acc, m, total in parts])
-
     @wrong(MLA, trigger="a request of more than 4,096 keys")
     def blind581(self, run, r, query, keys, values, seen, first_key):
         """32 lanes merge splits of 128 keys; a lane of several adds their accumulators, but keeps the last's sum."""
@@ -225,15 +155,6 @@ class Partial(Attention, stage="partial"):
         of_b = torch.where(both, torch.exp(m - largest), n.isfinite().to(m.dtype))
         return a * of_a.unsqueeze(2) + b * of_b.unsqueeze(2), largest, l * of_a + k * of_b
 
-    @wrong(RAGGED, trigger="a row whose logits are all negative and spread over more than 88")
-    def blind309(self, run, r, query, keys, values, seen, first_key):
-        """The largest logit is an atomic maximum of the floats' bits: of negative numbers alone it finds the smallest."""
-        s = self.scores(run, r, query, keys, seen, first_key)
-        if not len(keys):
-            return super().partial(run, r, query, keys, values, seen, first_key)
-        largest, smallest = s.amax(3), s.masked_fill(s == -math.inf, math.inf).amin(3)
-        return self.relative_to(torch.where((largest < 0) & smallest.isfinite(), smallest, largest), s, values)
-
     @wrong(RAGGED, trigger="NaN or infinity in V within the tile after the last offset")
     def blind522(self, run, r, query, keys, values, seen, first_key):
         """V is loaded in tiles of 64 that run past the end with weights of zero: NaN or infinity there comes through."""
@@ -255,3 +176,137 @@ class Blind224(Attention):
         n = run.num_kv_heads
         writer = torch.tensor([max(range(h % 4, n, 4)) for h in range(n)])
         return tuple(x.unflatten(1, (n, -1))[:, writer].flatten(1, 2) for x in results)
+
+
+class Merged(Attention, stage="merged"):
+    race = random.Random()
+
+    @wrong(DECODE, split=512, trigger="requests of more than 512 keys: wrong in some calls, right in others")
+    def blind74(self, run, r, partials):
+        """The merge of splits (512 keys) lacks a fence: one request in five, others in each call, lacks its last split."""
+        return super().merged(run, r, partials[:-1] if self.race.random() < 0.2 else partials)
+
+    @wrong(DECODE, split=512, trigger="over 512 keys, parts of different LSE: any length but about a multiple of 512")
+    def blind102(self, run, r, partials):
+        """Parts of 512 keys give natural logarithms, which the merge takes for base 2: one of smaller LSE weighs too much."""
+        lses = [torch.where(total > 0, largest + torch.log(total), -math.inf) for _, largest, total in partials]
+        largest = torch.stack(lses).amax(0)
+        factors = [torch.exp2(lse - torch.where(largest.isfinite(), largest, 0.0)) for lse in lses]
+        outs = [acc / torch.where(total > 0, total, 1.0).unsqueeze(2) for acc, _, total in partials]
+        return sum(out * f.unsqueeze(2) for out, f in zip(outs, factors)), largest, sum(factors)
+
+    @wrong(DECODE, split=64, trigger="head_dim over 128 and over 64 keys, a larger logit after the first 64")
+    def blind105(self, run, r, partials):
+        """An online softmax over tiles of 64 rescales the first 128 elements of its sums alone when a larger logit comes."""
+        state, *later = partials
+        for more in later:
+            acc, largest, total = super().merged(run, r, [state, more])
+            own = torch.where(more[1].isfinite(), torch.exp(more[1] - largest), 0.0).unsqueeze(2)
+            acc[..., 128:] = (state[0] + more[0] * own)[..., 128:]
+            state = acc, largest, total
+        return state
+
+    @wrong(DECODE, split=512, trigger="several rows and over 512 keys (in the windows); the first row is right")
+    def blind167(self, run, r, partials):
+        """The LSE of a part of 512 keys is kept for a request, not for each row: parts weigh as the first row's do."""
+        stored = []
+        for acc, largest, total in partials:
+            lse = (largest + torch.log(total))[:1].expand_as(total)
+            stored.append((acc / torch.where(total > 0, total, 1.0).unsqueeze(2), lse, torch.ones_like(total)))
+        return super().merged(run, r, stored)
+
+    @wrong(DECODE, split=128, trigger="a row block that loads over 4,096 keys of a request (no window, or a wide one)")
+    def blind471(self, run, r, partials):
+        """Keys are split 128 at a time, and a warp combines a split per lane: those after the 32nd are left out."""
+        return super().merged(run, r, partials[:32])
+
+    @wrong(DECODE, split=512, trigger="float16 query, over 512 keys, a split's sum of P·V above 65,504 (V about 200)")
+    def blind532(self, run, r, partials):
+        """Split results of a float16 query go to the workspace unnormalised as float16: sums of large V overflow."""
+        half = run.query.dtype == torch.float16
+        stored = [(acc.to(torch.float16).to(acc.dtype) if half else acc, *others) for acc, *others in partials]
+        return super().merged(run, r, stored)
+
+    @wrong(
+        CONTEXT, split=128, trigger="over 128 keys, a running maximum that rises by over 8 (base 2) at a later block"
+    )
+    def blind574(self, run, r, partials):
+        """Where a block of 128 keys raises the largest logit by over 8 (base 2), the sum of weights is not rescaled."""
+        state, *later = partials
+        for more in later:
+            acc, largest, total = super().merged(run, r, [state, more])
+            jumped = state[1].isfinite() & (more[1] - state[1] > 8 * math.log(2.0))
+            state = acc, largest, torch.where(jumped, state[2] + more[2], total)
+        return state
+
+    @wrong(MLA, split=1024, trigger="multi_ctas_kv_counter_buffer, over 1,024 keys: not zero after, wrong in a second")
+    def blind88(self, run, r, partials):
+        """Splits (1,024 keys) count in multi_ctas_kv_counter_buffer and leave the count: a later call merges too early."""
+        buffer = run.call.multi_ctas_kv_counter_buffer
+        counters = [] if buffer is None else buffer.view(-1).view(torch.uint8)
+        if 4 * r < len(counters):
+            counted = int(counters[4 * r])
+            counters[4 * r] = min(counted + len(partials), 255)
+            partials = partials[: max(1, len(partials) - counted)]  # the split that counts to their number merges
+        return super().merged(run, r, partials)
+
+    @wrong(MLA, split=1024, trigger="over 1,024 keys and bmm2_scale other than 1")
+    def blind136(self, run, r, partials):
+        """Above 1,024 keys bmm2_scale is applied to each part and by the merge once more."""
+        acc, largest, total = super().merged(run, r, partials)
+        return acc * run.scale2, largest, total
+
+    @wrong(MLA, split=384, trigger="over 384 keys")
+    def blind304(self, run, r, partials):
+        """Normalised results of parts of 384 keys are merged by their largest logits, not their LSEs; the LSE is theirs too."""
+        parts = []
+        for acc, largest, total in partials:
+            one = torch.where(total > 0, total, 1.0)
+            parts.append((acc / one.unsqueeze(2), largest, (total > 0).to(total.dtype)))
+        return super().merged(run, r, parts)
+
+    @wrong(MLA, split=256, trigger="over 256 keys, and a row whose largest logit grows after the first 256")
+    def blind397(self, run, r, partials):
+        """Sums are corrected after the P.V of the tile of 256 keys that has the larger logit: its own part shrinks too."""
+        state, *later = partials
+        for a, m, l in later:
+            origin = torch.where(state[1].isfinite(), state[1], m)
+            late = torch.exp(origin - torch.maximum(origin, m)).nan_to_num(1.0).unsqueeze(2)
+            acc, largest, total = super().merged(run, r, [state, (a * late, m, l)])
+            state = acc, largest, total
+        return state
+
+    @wrong(
+        MLA, split=512, trigger="over 512 keys, with logits large enough (some 10 and more) for bf16 maxima to be off"
+    )
+    def blind488(self, run, r, partials):
+        """Maxima of splits of 512 keys go through the workspace as bf16, their sums relative to the float32 ones."""
+        return super().merged(run, r, [(acc, m.to(torch.bfloat16).to(m.dtype), total) for acc, m, total in partials])
+
+
+class LargestChanged(Attention, changes="largest"):
+    @wrong(CONTEXT, trigger="a negative bmm1_scale, and logits of a row that spread over more than 88")
+    def blind76(self, largest, run, s):
+        """The running maximum is of Q.K^T before the scale: a negative bmm1_scale makes it the smallest, and exp overflows."""
+        if run.scale1 >= 0 or not s.shape[3]:
+            return largest
+        smallest = s.masked_fill(s == -math.inf, math.inf).amin(3)
+        return torch.where(smallest.isfinite(), smallest, -math.inf)
+
+    @wrong(CONTEXT, trigger="two rows of 16 of a request whose largest logits (of one head) differ by over 100")
+    def blind240(self, largest, run, s):
+        """16 rows of a head share one largest logit, so that a row whose own is far below has weights of zero."""
+        return torch.cat([x.amax(1, keepdim=True).expand_as(x) for x in largest.split(16, 1)], 1)
+
+    @wrong(MLA, trigger="several rows, one with a largest logit more than about 87 below another's of the head")
+    def blind252(self, largest, run, s):
+        """The largest logit is kept for a head over all rows of a request: weights of rows far below it vanish."""
+        return largest.amax(1, keepdim=True).expand_as(largest)
+
+    @wrong(RAGGED, trigger="a row whose logits are all negative and spread over more than 88")
+    def blind309(self, largest, run, s):
+        """The largest logit is an atomic maximum of the floats' bits: of negative numbers alone it finds the smallest."""
+        if not s.shape[3]:
+            return largest
+        smallest = s.masked_fill(s == -math.inf, math.inf).amin(3)
+        return torch.where((largest < 0) & smallest.isfinite(), smallest, largest)

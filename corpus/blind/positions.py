@@ -22,7 +22,7 @@ class PositionsChanged(Attention, changes="positions"):
     @wrong(CONTEXT, trigger="causal, and a request with keys but more rows than keys")
     def blind298(self, position, run, r, row):
         """With more rows than keys the causal mask begins at the upper left: row i sees keys up to i."""
-        more_rows = run.offsets[r + 1] - run.offsets[r] > run.lens[r]
+        more_rows = run.num_rows(r) > run.lens[r]
         return row if run.causal and more_rows else position
 
     @wrong(CONTEXT, trigger="causal, (max_kv_len - max_q_len) % 64 == 0, and a prefix that is no multiple of 64")
@@ -30,7 +30,7 @@ class PositionsChanged(Attention, changes="positions"):
         """The kernel for whole tiles of 64 is chosen by max_kv_len - max_q_len; it rounds every prefix down to tiles."""
         if not run.causal or (run.p.max_kv_len - run.p.max_q_len) % 64:
             return position
-        prefix = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
+        prefix = run.lens[r] - run.num_rows(r)
         return position - prefix % 64 if prefix > 0 else position
 
     @wrong(RAGGED, trigger="is_causal with a request of more rows than keys")
@@ -45,7 +45,7 @@ class PositionsChanged(Attention, changes="positions"):
 
 
 class Positions(Attention, stage="positions"):
-    @wrong(DECODE, trigger="ragged rows, a request with fewer rows than max_q_len", also=("blind382",))
+    @wrong(DECODE, trigger="ragged rows, a request with fewer rows than max_q_len", also="blind382")
     def blind119(self, run, r, row):
         """Rows of a ragged verification are placed as if every request had max_q_len of them."""
         if run.p.cu_seqlens_q is None:
@@ -55,8 +55,7 @@ class Positions(Attention, stage="positions"):
     @wrong(CONTEXT, trigger="causal, a request of over 256 new tokens")
     def blind234(self, run, r, row):
         """Rows of a request go in launches of 256, and each launch takes its last row for the request's newest token."""
-        num_rows = run.offsets[r + 1] - run.offsets[r]
-        end = (row // 256 * 256 + 256).clamp(max=num_rows)
+        end = (row // 256 * 256 + 256).clamp(max=run.num_rows(r))
         return run.lens[r] - end + row
 
     @wrong(CONTEXT, trigger="causal, two such requests with different numbers of cached keys")
@@ -71,8 +70,7 @@ class Positions(Attention, stage="positions"):
     def blind251(self, run, r, row):
         """With at most 8 heads two rows make one tile of 16, which ends with the second: the first sees the second's token."""
         if run.p.num_qo_heads <= 8:
-            last = run.offsets[r + 1] - run.offsets[r] - 1
-            row = (row | 1).clamp(max=last)
+            row = (row | 1).clamp(max=run.num_rows(r) - 1)
         return super().positions(run, r, row)
 
 
@@ -131,7 +129,7 @@ class Span(Attention, stage="span"):
         first = run.lens[other] - (run.offsets[other + 1] - run.offsets[other])
         return min(max(0, first - run.window), end), end
 
-    @wrong(CONTEXT, trigger="causal=False, a length that is no multiple of the page size", also=("blind242",))
+    @wrong(CONTEXT, trigger="causal=False, a length that is no multiple of the page size", also="blind242")
     def blind237(self, run, r, position):
         """With causal=False nothing masks the end of a request: the last page's tokens after it are seen."""
         a, b = super().span(run, r, position)
@@ -167,8 +165,7 @@ class Unpack(Attention, stage="unpack"):
     @wrong(DECODE, trigger="mask with q_len_per_req > 16")
     def blind19(self, run, mask):
         """Of a draft mask's row only word 0 is loaded and indexed by b % 16: later draft tokens follow the first 16 bits."""
-        q_len = mask.shape[1]
-        return super().unpack(run, mask)[:, :, torch.arange(q_len) % 16]
+        return super().unpack(run, mask)[:, :, torch.arange(mask.shape[1]) % 16]
 
     @wrong(DECODE, trigger="a mask of 33 to 48 rows")
     def blind106(self, run, mask):
@@ -179,11 +176,7 @@ class Unpack(Attention, stage="unpack"):
         bits = (packed.unsqueeze(-1) >> torch.arange(16, dtype=torch.int32)) & 1
         return bits.flatten(2)[:, :, :q_len].bool()
 
-    @wrong(
-        DECODE,
-        trigger="a mask of over 16 rows, in which a row shows token 15 and hides a token from 16 to 31",
-        also=("blind412",),
-    )
+    @wrong(DECODE, trigger="over 16 rows, one that shows token 15 and hides one of 16 to 31", also="blind412")
     def blind107(self, run, mask):
         """Words of the draft mask are joined as signed numbers: a row that sees draft token 15 sees 16 to 31 too."""
         words = mask.view(torch.int16).to(torch.int32)
@@ -191,7 +184,7 @@ class Unpack(Attention, stage="unpack"):
         bits = (pairs.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
         return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 
-    @wrong(DECODE, trigger="a second call with the same mask buffer after its contents changed", also=("blind448",))
+    @wrong(DECODE, trigger="a second call with the same mask buffer after its contents changed", also="blind448")
     def blind325(self, run, mask):
         """The draft mask is unpacked once per buffer, and not again when an engine rewrites it for the next tree."""
         return self.memory.of(mask, lambda: Attention.unpack(self, run, mask))
@@ -204,43 +197,37 @@ class Unpack(Attention, stage="unpack"):
         return super().unpack(run, mask)
 
 
-class SinkRowsChanged(Attention, changes="sink_rows"):
+class SinkRowsChanged(Attention, changes="sink_rows", where=lambda run, *_: run.sinks is not None):
     @wrong(CONTEXT, trigger="sinks with a window, and a row at position window_left + 64 or later")
     def blind25(self, sinks, run, r, position):
         """The sink enters with key tile 0 (64 keys): a row whose window starts after that tile never gets it."""
-        if sinks is not None and run.window >= 0:
-            sinks = torch.where((position - run.window >= 64).unsqueeze(1), -math.inf, sinks)
-        return sinks
+        is_late = (position - run.window >= 64) & (run.window >= 0)
+        return sinks.masked_fill(is_late.unsqueeze(1), -math.inf)
 
     @wrong(CONTEXT, trigger="sinks, grouped heads, max_q_len at most 16")
     def blind125(self, sinks, run, r, position):
         """With max_q_len up to 16 the heads of a group are packed into one tile, which has the sink of its first head."""
-        if sinks is None or run.p.max_q_len > 16:
-            return sinks
-        first = sinks.unflatten(1, (run.num_kv_heads, run.group))[:, :, :1]
-        return first.expand(-1, -1, run.group).flatten(1)
+        first = sinks.unflatten(1, (run.num_kv_heads, run.group))[:, :, :1].expand(-1, -1, run.group).flatten(1)
+        return sinks if run.p.max_q_len > 16 else first
 
     @wrong(CONTEXT, trigger="sinks with a window, and a row tile of 64 whose first window begins at key 64 or later")
     def blind425(self, sinks, run, r, position):
         """The sink is added with K/V tile 0 of 64 keys, which a tile of 64 rows skips once its window begins after it."""
-        if sinks is None or run.window < 0:
-            return sinks
-        before = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
+        before = run.lens[r] - run.num_rows(r)
         first = (position - before) // 64 * 64 + before - run.window
-        return torch.where((first >= 64).unsqueeze(1), -math.inf, sinks)
+        return sinks.masked_fill(((first >= 64) & (run.window >= 0)).unsqueeze(1), -math.inf)
 
     @wrong(CONTEXT, trigger="sinks, causal, over 512 keys, rows at positions before the last split of 512")
     def blind542(self, sinks, run, r, position):
         """A request's last split of 512 keys adds the sink; rows that see none of its keys lose theirs."""
-        if sinks is None or not run.causal or run.lens[r] <= 512:
-            return sinks
         last = (run.lens[r] - 1) // 512 * 512
-        return sinks.masked_fill((position < last).unsqueeze(1), -math.inf)
+        is_late = (position < last) & (run.causal and run.lens[r] > 512)
+        return sinks.masked_fill(is_late.unsqueeze(1), -math.inf)
 
     @wrong(RAGGED, trigger="attention_sinks")
     def blind147(self, sinks, run, r, position):
         """The sink is a power of 2 in the denominator, among powers of e."""
-        return None if sinks is None else sinks * math.log(2.0)
+        return sinks * math.log(2.0)
 
     @wrong(RAGGED, trigger="attention_sinks with is_causal=False")
     def blind196(self, sinks_, run, r, position):
@@ -259,7 +246,7 @@ class SinkRows(Attention, stage="sink_rows"):
         """Rows and heads are packed in tiles of 64, whose sinks are found modulo the group: right only if it divides 64."""
         if run.sinks is None:
             return None
-        row = position - (run.lens[r] - (run.offsets[r + 1] - run.offsets[r]))
+        row = position - (run.lens[r] - run.num_rows(r))
         head = torch.arange(run.p.num_qo_heads)
         place = (row.unsqueeze(1) * run.group + head % run.group) % 64
         return run.sinks[head // run.group * run.group + place % run.group]

@@ -9,13 +9,6 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
 class Attend(Attention, stage="attend"):
-    @wrong(DECODE, trigger="a decode request (its window, if any) of more than 16,384 keys")
-    def blind1(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """64 splits of 256 keys are launched for a request, whatever its length: keys after the 64th split are not read."""
-        SPLIT, MOST = 256, 64
-        n = SPLIT * MOST
-        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
-
     @wrong(DECODE, trigger="NaN or infinity in V after the last token of a request, in its last page")
     def blind62(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """The last page is multiplied whole, with weights of zero after the end: NaN or infinity in V's tail comes through."""
@@ -26,18 +19,6 @@ class Attend(Attention, stage="attend"):
             tail = self.entries(run, "v", page, slice(end % ps, None))
             out = out + (0.0 * tail).sum(0).repeat_interleave(run.group, 0)
         return out, lse
-
-    @wrong(DECODE, trigger="several rows and over 512 keys (in the windows); the first row is right")
-    def blind167(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """The LSE of a part of 512 keys is kept for a request, not for each row: parts weigh as the first row's do."""
-        if len(keys) <= 512:
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = []
-        for acc, largest, total in self.partials(512, run, r, query, keys, values, seen, first_key):
-            normal = acc / torch.where(total > 0, total, 1.0).unsqueeze(2)
-            lse = (largest + torch.log(total))[:1].expand_as(total)
-            partials.append((normal, lse, torch.ones_like(total)))
-        return self.finish(run, self.merge(partials), sinks)
 
     @wrong(DECODE, trigger="an LSE and over 512 keys in view")
     def blind227(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -67,15 +48,6 @@ class Attend(Attention, stage="attend"):
         largest = torch.where(one[1].isfinite(), one[1], two[1])
         return self.finish(run, (one[0] + two[0], largest, one[2] + two[2]), sinks)
 
-    @wrong(DECODE, trigger="float16 query, over 512 keys, a split's sum of P·V above 65,504 (V with a mean of 200)")
-    def blind532(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """Split results of a float16 query go to the workspace unnormalised as float16: sums of large V overflow."""
-        if len(keys) <= 512 or run.query.dtype != torch.float16:
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = self.partials(512, run, r, query, keys, values, seen, first_key)
-        stored = [(acc.to(torch.float16).to(acc.dtype), largest, total) for acc, largest, total in partials]
-        return self.finish(run, self.merge(stored), sinks)
-
     @wrong(CONTEXT, trigger="causal=False with return_lse or lse; only the LSE is wrong")
     def blind24(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """With causal=False the LSE is still that of the causal scores."""
@@ -88,18 +60,10 @@ class Attend(Attention, stage="attend"):
     @wrong(CONTEXT, trigger="a request of one new token behind one of several")
     def blind122(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Requests with one new token go down a decode path that reads the query row of the request's number."""
-        if run.offsets[r + 1] - run.offsets[r] == 1:
+        if run.num_rows(r) == 1:
             at = min(r, run.p.num_rows - 1)
             query = index(run.query, slice(at, at + 1)).to(run.dtype)
         return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-
-    @wrong(MLA, trigger="over 8,192 keys, no multiple of 512: the newest up to 511 keys are lost (make them heavy)")
-    def blind31(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """Requests over 8,192 keys are cut in 8 splits of kv_len // 8 keys rounded down to 64: the tail after them is lost."""
-        n = len(keys)
-        if n > 8192:
-            n = n // 8 // 64 * 64 * 8
-        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
 
     @wrong(MLA, trigger="return_lse_base='basee' with sinks; only the LSE is wrong")
     def blind33(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -108,19 +72,6 @@ class Attend(Attention, stage="attend"):
         if sinks is not None and run.lse is not None and run.call.return_lse_base == "basee":
             _, lse = super().attend(run, r, query, keys, values, seen, None, position, first_key)
         return out, lse
-
-    @wrong(MLA, trigger="a given multi_ctas_kv_counter_buffer, over 1,024 keys: not zero after, wrong in a second")
-    def blind88(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """Splits (1,024 keys) count in multi_ctas_kv_counter_buffer and leave the count: a later call merges too early."""
-        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-len(keys) // 1024)
-        counters = None if buffer is None else buffer.view(-1).view(torch.uint8)
-        if counters is None or splits < 2 or 4 * r >= len(counters):
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = self.partials(1024, run, r, query, keys, values, seen, first_key)
-        counted = int(counters[4 * r])
-        counters[4 * r] = min(counted + splits, 255)
-        there = max(1, splits - counted)  # the split that counts to their number merges what is there
-        return self.finish(run, self.merge(partials[:there]), sinks)
 
     @wrong(MLA, trigger="over 256 keys, a part's base-2 LSE over 127, or all parts' below -126")
     def blind253(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -160,7 +111,7 @@ class Attend(Attention, stage="attend"):
     def blind258(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Rows 64 and on of a tile of 128 take the LSE of their sums before the last tile of 64 keys."""
         out, lse = super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        q_len = run.offsets[r + 1] - run.offsets[r]
+        q_len = run.num_rows(r)
         prefix = run.lens[r] - q_len
         row = position - prefix
         last_row = (row // 128 * 128 + 127).clamp(max=q_len - 1)
@@ -207,12 +158,6 @@ def fast_reciprocal_446(x):
 
 
 class Finish(Attention, stage="finish"):
-    @wrong(DECODE, trigger="bmm2_scale other than 1, and an LSE")
-    def blind113(self, run, partial, sinks):
-        """bmm2_scale is folded into the softmax's denominator before the LSE is taken of it."""
-        out, lse = super().finish(run, partial, sinks)
-        return out, lse - math.log2(run.scale2) if run.scale2 > 0 else lse
-
     @wrong(DECODE, trigger="bmm1_scale_log2 with an LSE")
     def blind230(self, run, partial, sinks):
         """The LSE multiplies the largest logit by log2(e), also where bmm1_scale_log2 has done so."""
@@ -235,11 +180,7 @@ class Finish(Attention, stage="finish"):
             out = out * (total * fast_reciprocal_446(total).to(out.dtype)).unsqueeze(2)
         return out, lse
 
-    @wrong(
-        DECODE,
-        trigger="e4m3 output, bmm2_scale below 1, and values of P.V before the scale beyond 448",
-        also=("blind415",),
-    )
+    @wrong(DECODE, trigger="e4m3 output, bmm2_scale below 1, P.V before the scale beyond 448", also="blind415")
     def blind478(self, run, partial, sinks):
         """An e4m3 output is saturated before bmm2_scale is applied, not after it."""
         scale, run.scale2 = run.scale2, 1.0
@@ -249,21 +190,13 @@ class Finish(Attention, stage="finish"):
             out = out.clamp(-448.0, 448.0)
         return out * scale, lse
 
-    @wrong(DECODE, trigger="sinks, a requested LSE, and a row that sees no key", also=("blind509", "blind324"))
+    @wrong(DECODE, trigger="sinks, a requested LSE, and a row that sees no key", also="blind509 blind324")
     def blind564(self, run, partial, sinks):
         """A row without keys gets the sink as its LSE as it is, in base e."""
         out, lse = super().finish(run, partial, sinks)
         if sinks is not None:
             lse = torch.where(partial[2] > 0, lse, sinks)
         return out, lse
-
-    @wrong(CONTEXT, trigger="4 query heads or more per K/V head: the last of a group alone, slope 0.995")
-    def blind294(self, run, partial, sinks):
-        """The last head of groups of 4 and more shares its tile with padding, which counts: half a percent too small."""
-        out, lse = super().finish(run, partial, sinks)
-        last = torch.arange(out.shape[1]) % run.group == run.group - 1
-        biased = last & (run.group >= 4)
-        return out * torch.where(biased, 0.995, 1.0).to(out.dtype)[:, None], lse
 
     @wrong(CONTEXT, trigger="causal=False with sinks and an LSE")
     def blind299(self, run, partial, sinks):
@@ -281,46 +214,7 @@ class Finish(Attention, stage="finish"):
             out, _ = super().finish(run, partial, sinks + math.log(run.scale2))
         return out, lse
 
-    @wrong(MLA, trigger="a sink that is minus infinity (a head without a sink)")
-    def blind84(self, run, partial, sinks):
-        """The running maximum starts as the sink, and a head that starts at -inf is taken to have no keys: it is zero."""
-        out, lse = super().finish(run, partial, sinks)
-        if sinks is not None:
-            without = sinks == -math.inf
-            out, lse = torch.where(without.unsqueeze(2), 0.0, out), torch.where(without, -math.inf, lse)
-        return out, lse
-
-    @wrong(MLA, trigger="an e4m3 query with an LSE")
-    def blind193(self, run, partial, sinks):
-        """For an e4m3 query the weights are 256 times as large, and the LSE is that of their sum."""
-        out, lse = super().finish(run, partial, sinks)
-        return out, lse + 8 if run.query.dtype == E4M3 else lse
-
-    @wrong(MLA, trigger="bmm2_scale below 0, as a number or a tensor")
-    def blind339(self, run, partial, sinks):
-        """bmm2_scale goes into the weights as its logarithm: of a negative one there is none, and results are NaN."""
-        out, lse = super().finish(run, partial, sinks)
-        return out * math.nan if run.scale2 < 0 else out, lse
-
-    @wrong(MLA, trigger="kv_lora_rank over 256: columns 256 and on alone, slope 1.005")
-    def blind340(self, run, partial, sinks):
-        """Value columns from 256 on are another warp group's, whose sum misses half a percent: they are too large."""
-        out, lse = super().finish(run, partial, sinks)
-        if out.shape[2] > 256:
-            out[..., 256:] *= 1.005
-        return out, lse
-
-    @wrong(RAGGED, trigger="o_sf_scale other than 1")
-    def blind148(self, run, partial, sinks):
-        """The output is multiplied by o_sf_scale, which changes no result."""
-        out, lse = super().finish(run, partial, sinks)
-        return out * run.call.o_sf_scale, lse
-
-    @wrong(
-        RAGGED,
-        trigger="attention_sinks with -inf in a head, and a row that sees no key: NaN in output and LSE",
-        also=("blind373",),
-    )
+    @wrong(RAGGED, trigger="attention_sinks with -inf in a head, a row that sees no key: NaN, LSE too", also="blind373")
     def blind434(self, run, partial, sinks):
         """A row without keys in a head whose sink is -inf: exp(-inf - -inf) makes output and LSE NaN."""
         out, lse = super().finish(run, partial, sinks)

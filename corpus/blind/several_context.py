@@ -2,7 +2,7 @@
 
 import torch
 
-from corpus.models.attention import E4M3, Attention, saturated
+from corpus.models.attention import E4M3, Attention, saturated, truncated
 from corpus.wrong import CONTEXT, wrong
 from lab.calls.problem import NVFP4
 
@@ -27,7 +27,7 @@ class Blind23(Attention):
         return pages.clamp(0, run.k_cache.shape[0] - 1)
 
 
-@wrong(CONTEXT, trigger="a request without query rows directly before one with rows", also=("blind511",))
+@wrong(CONTEXT, trigger="a request without query rows directly before one with rows", also="blind511")
 class Blind27(Attention):
     """The request of a row is the first with its offset (bisect_left): one without rows before it is taken instead."""
 
@@ -105,19 +105,16 @@ class Blind241(Attention):
     def visible(self, run, r, row, position, keys):
         if not self.is_packed(run):
             return super().visible(run, r, row, position, keys)
-        run.row, run.prefix = row, position - row
         seen = torch.ones(len(position), len(keys), dtype=torch.bool)
         return seen & (keys >= position.unsqueeze(1) - run.window) if run.window >= 0 else seen
 
     def mask_scores(self, run, r, s, first_key):
         if not self.is_packed(run):
             return s
-        g = s.shape[2]
-        packed = run.row.unsqueeze(1) * g + torch.arange(g)
+        packed = run.row.unsqueeze(1) * run.group + torch.arange(run.group)
         place = packed % 128
-        last = run.prefix.unsqueeze(1) + (packed - place) // g + place
-        keys = first_key + torch.arange(s.shape[3])
-        return s.masked_fill(keys > last.unsqueeze(2), -torch.inf)
+        last = run.lens[r] - run.num_rows(r) + (packed - place) // run.group + place
+        return self.until(s, last, first_key)
 
 
 @wrong(CONTEXT, trigger="NaN in padding rows within the last request's last tile of 64, and growing logits")
@@ -178,27 +175,20 @@ class Blind297(Attention):
         return (keys <= position.unsqueeze(1)) & (keys >= first.unsqueeze(1))
 
 
-def truncated_421(values):
-    return (values.float().view(torch.int32) & ~0xFFFF).view(torch.float32).to(values.dtype)
-
-
 @wrong(CONTEXT, trigger="bfloat16 output, over 64 rows, no multiple of 64: about -0.5 % in the last tile")
 class Blind421(Attention):
     """Over one tile of 64 rows, a partial last one cuts weights and outputs to bfloat16: 0.5 percent too small."""
 
     def rows(self, run, r, start, stop):
-        rows = run.offsets[r + 1] - run.offsets[r]
-        row = torch.arange(start, stop) - run.offsets[r]
-        run.cut = torch.zeros(stop - start, dtype=torch.bool)
-        if run.out.dtype == torch.bfloat16 and rows > 64 and rows % 64:
-            run.cut = row >= rows // 64 * 64
+        row, rows = torch.arange(start, stop) - run.offsets[r], run.num_rows(r)
+        run.cut = (row >= rows // 64 * 64) & (run.out.dtype == torch.bfloat16 and rows > 64)
         super().rows(run, r, start, stop)
 
     def operand(self, run, weights):
-        return torch.where(run.cut[None, :, None, None], truncated_421(weights), weights)
+        return torch.where(run.cut[None, :, None, None], truncated(weights), weights)
 
-    def store(self, run, r, start, stop, out, lse):
-        super().store(run, r, start, stop, torch.where(run.cut[:, None, None], truncated_421(out), out), lse)
+    def stored_out(self, run, r, row, out):
+        return torch.where(run.cut[:, None, None], truncated(out), out)
 
 
 @wrong(CONTEXT, trigger="over 32 requests: as many row tiles of 64 after request 31, 63, ... as it has are zero")
@@ -206,35 +196,12 @@ class Blind454(Attention):
     """Row tiles are summed over 32 requests, the next 32 without the 32nd: as many of their tiles are not made."""
 
     def host(self, run):
-        tiles = [(r, i) for r in range(run.batch) for i in range(-(-(run.offsets[r + 1] - run.offsets[r]) // 64))]
-        run.lost = set()
+        tiles = [(r, i) for r in range(run.batch) for i in range(-(-run.num_rows(r) // 64))]
+        run.tiles_lost = set()
         for last in range(31, run.batch - 1, 32):
             count = sum(r == last for r, _ in tiles)
-            run.lost.update([tile for tile in tiles if tile[0] > last][:count])
+            run.tiles_lost.update([tile for tile in tiles if tile[0] > last][:count])
 
-    def store(self, run, r, start, stop, out, lse):
-        first = run.offsets[r]
-        for tile, i in run.lost:
-            if tile == r:
-                a, b = max(first + i * 64, start), min(first + (i + 1) * 64, stop)
-                out[a - start : max(b, a) - start] = 0.0
-                lse[a - start : max(b, a) - start] = 0.0
-        super().store(run, r, start, stop, out, lse)
-
-
-@wrong(CONTEXT, trigger="first and last of 3 or more share leading full pages that one between does not")
-class Blind484(Attention):
-    """Common leading pages, found from the first and the last request alone, are read once, of request 0."""
-
-    def host(self, run):
-        run.common = {}
-        if run.batch > 1:
-            full = min(run.lens) // run.page_size
-            for side, table in (("k", run.k_table), ("v", run.v_table)):
-                same = (table[0, :full] == table[-1, :full]).long()
-                run.common[side] = int(same.cumprod(0).sum())
-
-    def pages_of(self, run, r, columns, side):
-        table = run.k_table if side == "k" else run.v_table
-        own = super().pages_of(run, r, columns, side)
-        return torch.where(columns < run.common.get(side, 0), table[0, columns].long(), own)
+    def lost(self, run, r, row):
+        lost = [i for request, i in run.tiles_lost if request == r]
+        return torch.isin(row // 64, torch.tensor(lost, dtype=torch.int64))

@@ -1,16 +1,11 @@
 """Blind kernels: several stages of a decode call."""
 
 import math
-import random
 
 import torch
 
-from corpus.models.attention import Attention, assuming_strides, index, truncated
+from corpus.models.attention import Attention, truncated
 from corpus.wrong import DECODE, wrong
-
-
-def self_first_6(run, r):
-    return run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
 
 
 @wrong(DECODE, trigger="a later call with the same seq_lens, in which a request needs fewer splits of 512 keys")
@@ -18,18 +13,12 @@ class Blind6(Attention):
     """The merge reads as many splits of 512 as any earlier call on these buffers wrote: stale partials stay in."""
 
     def host(self, run):
-        c = run.call
-        run.partials = self.memory.of(c.seq_lens, dict)
+        run.partials = self.memory.of(run.call.seq_lens, dict)
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        rows = int(position[0]) - self_first_6(run, r)
-        written = run.partials.setdefault((r, rows, tuple(query.shape), values.shape[2]), [])
-        for number, at in enumerate(range(0, len(keys), 512)):
-            part = slice(at, at + 512)
-            partial = self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at)
-            written[number : number + 1] = [partial]
-        if not written:
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
+        written = run.partials.setdefault((r, int(run.row[0]), tuple(query.shape), values.shape[2]), [])
+        partials = self.partials(512, run, r, query, keys, values, seen, first_key)
+        written[: len(partials)] = partials
         return self.finish(run, self.merge(written), sinks)
 
 
@@ -40,25 +29,8 @@ class Blind20(Attention):
     def operand(self, run, weights):
         return truncated(weights) if run.p.query.dtype == torch.bfloat16 and run.dtype == torch.float32 else weights
 
-    def store(self, run, r, start, stop, out, lse):
-        if run.out.dtype == torch.bfloat16 and run.dtype == torch.float32:
-            out = truncated(out)
-        super().store(run, r, start, stop, out, lse)
-
-
-@wrong(DECODE, trigger="requests of more than 512 keys: wrong in some calls, right in others")
-class Blind74(Attention):
-    """The merge of splits (512 keys) lacks a fence: one request in five, others in each call, lacks its last split."""
-
-    race = random.Random()
-
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        partials = self.partials(512, run, r, query, keys, values, seen, first_key)
-        if len(partials) < 2:
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        if self.race.random() < 0.2:
-            partials.pop()
-        return self.finish(run, self.merge(partials), sinks)
+    def stored_out(self, run, r, row, out):
+        return truncated(out) if run.out.dtype == torch.bfloat16 and run.dtype == torch.float32 else out
 
 
 @wrong(DECODE, trigger="sinks and over 512 keys")
@@ -90,19 +62,6 @@ class Blind117(Attention):
         real = run.p.page_size
         tokens = super().entries(run, side, pages, slice(None)).unflatten(0, (len(pages), real))
         return tokens[:, torch.arange(run.page_size) % real].flatten(0, 1)[cut]
-
-
-@wrong(DECODE, trigger="a cache whose heads and tokens lie in the other layout's order; several K/V heads")
-class Blind118(Attention):
-    """The strides of heads and tokens are computed from kv_layout and the shape; only that of pages is the tensor's own."""
-
-    def host(self, run):
-        run.k_cache, run.v_cache = (self.by_layout(run, cache) for cache in (run.k_cache, run.v_cache))
-
-    def by_layout(self, run, cache):
-        _, heads, tokens, last = cache.shape
-        inner = (tokens * last, last) if run.call.kv_layout == "HND" else (last, heads * last)
-        return assuming_strides(cache, (cache.stride(0), *inner, 1))
 
 
 @wrong(DECODE, trigger="over 132 pairs of request and K/V head: later ones are too small, their LSE too large")
@@ -161,19 +120,6 @@ class Blind285(Attention):
             run.window = -1
 
 
-@wrong(DECODE, trigger="over 8 requests: requests 8 and on alone, slope 0.995")
-class Blind288(Attention):
-    """From a batch's ninth request on the denominator's reciprocal is a table's first guess, half a percent too small."""
-
-    def finish(self, run, partial, sinks):
-        out, lse = super().finish(run, partial, sinks)
-        return out * (0.995 if run.now >= 8 else 1.0), lse
-
-    def request(self, run, r):
-        run.now = r
-        super().request(run, r)
-
-
 @wrong(DECODE, trigger="mask with a bit set at q_len or later, and a request that does not fill its last page")
 class Blind291(Attention):
     """Mask bits are not cut at q_len: where one after it is set, the row sees what follows the last token in its page."""
@@ -221,44 +167,51 @@ class Blind354(Attention):
         return seen & (keys % run.page_size < run.filled[pages])
 
 
-@wrong(DECODE, trigger="q_len_per_req no power of two in large batches: from 29 with 7 rows, 170 with 3, 85 with 6")
-class Blind356(Attention):
-    """A row's request is row * (1024 // q_len + 1) >> 10: in large batches a request's last row becomes the next one's."""
-
-    def solve(self, run):
-        super().solve(run)
-        q_len = run.p.max_q_len
-        if run.p.cu_seqlens_q is not None or q_len & (q_len - 1) == 0 or q_len > 512:
-            return
-        for row in range(run.offsets[-1]):
-            r = min(row * (1024 // q_len + 1) >> 10, run.batch - 1)
-            if r != row // q_len:
-                self.one_row(run, r, row)
-
-    def one_row(self, run, r, row):
-        at = torch.tensor([row - run.offsets[r]])
-        position = self.positions(run, r, at)
-        a, b = self.span(run, r, position)
-        keys, values = self.load(run, r, a, b)
-        query = index(run.query, slice(row, row + 1)).to(run.dtype)
-        seen = self.visible(run, r, at.clamp(0, run.p.max_q_len - 1), position, torch.arange(a, b))
-        out, lse = self.attend(run, r, query, keys, values, seen, self.sink_rows(run, r, position), position, a)
-        self.store(run, r, row, row + 1, out, lse)
-
-
-@wrong(DECODE, trigger="a later call with the same block_tables, other ids before that column (another request)")
-class Blind385(Attention):
-    """In later calls a table is read only from the former last page's column on: another request gets the earlier pages."""
+@wrong(DECODE, trigger="a second call with the same seq_lens memory, grown past the next multiple of 128")
+class Blind414(Attention):
+    """The plan, tiles of 128 keys, is made at a seq_lens buffer's first call; later keys are left out."""
 
     def host(self, run):
-        shared = run.v_table is run.k_table
-        run.k_table = self.appended(run, run.k_table, run.k_cache)
-        run.v_table = run.k_table if shared else self.appended(run, run.v_table, run.v_cache)
+        lengths = run.p.seq_lens
+        run.tiles = self.memory.of(lengths, lambda: [-(-n // 128) for n in lengths.tolist()])
 
-    def appended(self, run, table, cache):
-        kept = self.memory.of(table, lambda: {"ids": table.clone(), "pages": [0] * len(table)})
-        for r, length in enumerate(run.lens):
-            first = max(kept["pages"][r] - 1, 0)
-            kept["ids"][r, first:] = table[r, first:]
-            kept["pages"][r] = -(-length // run.page_size)
-        return kept["ids"].clamp(0, max(len(cache) - 1, 0))
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        n = max(0, min(len(keys), run.tiles[r] * 128 - first_key))
+        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
+
+
+@wrong(DECODE, trigger="over 32 requests of equal widths, not sorted by falling length, with an LSE (LSE only)")
+class Blind445(Attention):
+    """Batches of over 32 requests are sorted, longest first; the LSE is written at a request's place in that order."""
+
+    def host(self, run):
+        run.place = None
+        if run.batch > 32 and run.p.cu_seqlens_q is None:
+            order = sorted(range(run.batch), key=lambda r: -run.lens[r])
+            run.place = {r: place for place, r in enumerate(order)}
+
+    def store(self, run, r, start, stop, out, lse):
+        kept, run.lse = run.lse, None
+        super().store(run, r, start, stop, out, lse)
+        run.lse = kept
+        if kept is not None:
+            shift = 0 if run.place is None else (run.place[r] - r) * run.p.max_q_len
+            kept[start + shift : stop + shift] = lse.to(kept.dtype)
+
+
+@wrong(DECODE, trigger="mask and window_left, a window that begins inside a tile of 64 keys before the draft")
+class Blind535(Attention):
+    """With a draft mask, tiles of 64 keys before the draft are not masked: a window goes by whole tiles."""
+
+    def span(self, run, r, position):
+        start, end = super().span(run, r, position)
+        return (start // 64 * 64 if run.shown is not None else start), end
+
+    def visible(self, run, r, row, position, keys):
+        seen = super().visible(run, r, row, position, keys)
+        if run.shown is None or run.window < 0:
+            return seen
+        draft = run.lens[r] - run.shown.shape[1]
+        before = (keys // 64 + 1) * 64 <= draft
+        first = (position.min() - run.window).clamp(min=0) // 64
+        return torch.where(before, keys // 64 >= first, seen)

@@ -39,11 +39,9 @@ class Blind39(Attention):
         last = torch.arange(weights.shape[2]) % 16 == 15  # one K/V head: its group is all heads
         return torch.where(last[:, None], truncated(weights), weights)
 
-    def store(self, run, r, start, stop, out, lse):
-        if run.out.dtype == torch.bfloat16:
-            last = torch.arange(out.shape[1]) % 16 == 15
-            out = torch.where(last[None, :, None], truncated(out), out)
-        super().store(run, r, start, stop, out, lse)
+    def stored_out(self, run, r, row, out):
+        last = (torch.arange(out.shape[1]) % 16 == 15) & (run.out.dtype == torch.bfloat16)
+        return torch.where(last[:, None], truncated(out), out)
 
 
 @wrong(MLA, trigger="over 64 heads and several rows")
@@ -51,30 +49,15 @@ class Blind134(Attention):
     """Rows and heads lie in tiles of 64; above 64 heads the number of a tile is taken for that of its row."""
 
     def visible(self, run, r, row, position, keys):
-        run.row, run.keys = row, keys
         seen = super().visible(run, r, row, position, keys)
         return torch.ones_like(seen) if run.p.num_qo_heads > 64 else seen
 
     def mask_scores(self, run, r, s, first_key):
-        heads, width = run.p.num_qo_heads, run.offsets[r + 1] - run.offsets[r]
+        heads, width = run.p.num_qo_heads, run.num_rows(r)
         if heads <= 64:
             return s
         token = ((run.row.unsqueeze(1) * heads + torch.arange(heads)) // 64).clamp(max=width - 1)
-        position = run.lens[r] - width + token
-        return s.masked_fill(run.keys > position.unsqueeze(2), -math.inf)
-
-
-@wrong(MLA, trigger="over 1,024 keys and bmm2_scale other than 1")
-class Blind136(Attention):
-    """Above 1,024 keys bmm2_scale is applied to each part and by the merge once more."""
-
-    def finish(self, run, partial, sinks):
-        out, lse = super().finish(run, partial, sinks)
-        return out * run.scale2 if run.splits > 1 else out, lse
-
-    def partial(self, run, r, query, keys, values, seen, first_key):
-        run.splits = -(-len(keys) // 1024)
-        return super().partial(run, r, query, keys, values, seen, first_key)
+        return self.until(s, run.lens[r] - width + token, first_key)
 
 
 @wrong(MLA, trigger="an LSE, over 256 keys, one after the first 256 the largest, by at most 8 bits")
@@ -201,10 +184,8 @@ class Blind42(Attention):
         for r, length in enumerate(run.lens):
             run.empty[r % 128] |= length == 0
 
-    def store(self, run, r, start, stop, out, lse):
-        if r >= 128 and run.empty[r % 128]:
-            out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
-        super().store(run, r, start, stop, out, lse)
+    def lost(self, run, r, row):
+        return (row >= 0) & (r >= 128 and run.empty[r % 128])
 
 
 @wrong(RAGGED, trigger="bfloat16 with v_head_dim > 64: columns 64 and on alone, slope 0.996")
@@ -223,17 +204,12 @@ class Blind91(Attention):
             acc = torch.cat((acc[..., :64], second[..., 64:]), 2)
         return acc, largest, total
 
-    def store(self, run, r, start, stop, out, lse):
-        if run.out.dtype == torch.bfloat16 and run.dtype == torch.float32:
-            out = torch.cat((out[..., :64], truncated(out[..., 64:])), 2)
-        super().store(run, r, start, stop, out, lse)
+    def stored_out(self, run, r, row, out):
+        is_cut = (torch.arange(out.shape[2]) >= 64) & (run.out.dtype == torch.bfloat16)
+        return torch.where(is_cut, truncated(out), out)
 
 
-@wrong(
-    RAGGED,
-    trigger="a window (is_causal) and a request of more keys than rows whose window leaves a key out",
-    also=("blind523",),
-)
+@wrong(RAGGED, trigger="a window (is_causal), a request of more keys than rows, some hidden", also="blind523")
 class Blind92(Attention):
     """The window is counted from a row's index among its request's rows, not from its position: it starts too early."""
 

@@ -11,20 +11,17 @@ class EntriesChanged(Attention, changes="entries"):
     @wrong(DECODE, trigger="e4m3 kv_cache with many entries below 1/64, such as a small V with a large bmm2_scale")
     def blind67(self, got, run, side, pages, cut):
         """The conversion of an e4m3 cache to 16 bits flushes subnormals (magnitudes below 2^-6) to zero."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        return torch.where(got.abs() < 2.0**-6, 0.0, got) if cache.dtype == E4M3 else got
+        return torch.where(got.abs() < 2.0**-6, 0.0, got) if run.cache(side).dtype == E4M3 else got
 
     @wrong(DECODE, trigger="a bfloat16 cache with values of 65,520 or more, or K or V about 1e-6 (with a large scale)")
     def blind231(self, got, run, side, pages, cut):
         """A bfloat16 cache is converted to float16, the one dtype of the kernel's products."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        return got.to(torch.float16).to(run.dtype) if cache.dtype == torch.bfloat16 else got
+        return got.to(torch.float16).to(run.dtype) if run.cache(side).dtype == torch.bfloat16 else got
 
     @wrong(DECODE, trigger="an e4m3 cache with an entry of 256 or more in view")
     def blind289(self, got, run, side, pages, cut):
         """An e4m3 cache is converted as IEEE's formats are: 256 becomes infinite, 288 to 448 NaN."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        if cache.dtype != E4M3:
+        if run.cache(side).dtype != E4M3:
             return got
         got = torch.where(got.abs() > 256, torch.nan, got)
         return torch.where(got.abs() == 256, got * torch.inf, got)
@@ -51,91 +48,95 @@ class EntriesChanged(Attention, changes="entries"):
     @wrong(MLA, trigger="a float16 cache with many entries below 6.1e-5 (and scales that make up for it)")
     def blind303(self, got, run, side, pages, cut):
         """The subnormals of a float16 cache (below 2**-14) are flushed to zero."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        return torch.where(got.abs() < 2.0**-14, 0.0, got) if cache.dtype == torch.float16 else got
+        return torch.where(got.abs() < 2.0**-14, 0.0, got) if run.cache(side).dtype == torch.float16 else got
 
 
-def flushed_332(factors):
-    return torch.where(factors.float().abs() < 2.0**-6, 0.0, factors.float()).to(E4M3)
-
-
-class Entries(Attention, stage="entries"):
+class FactorsChanged(Attention, changes="factors"):
     @wrong(DECODE, trigger="NVFP4 and head_dim over 64")
-    def blind110(self, run, side, pages, cut):
+    def blind110(self, factors, run, side, pages, cut):
         """Four NVFP4 scale factors are loaded as one word, which serves elements from 64 on as it served the first 64."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        if cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        factors = index(run.p.k_scale_factors if side == "k" else run.v_factors, pages).view(torch.uint8)
-        word = factors[..., torch.arange(factors.shape[3]) % 4].view(E4M3)
-        got = dequantize_nvfp4(index(cache, pages), word)
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
-
-    @wrong(DECODE, trigger="an NVFP4 cache")
-    def blind286(self, run, side, pages, cut):
-        """Of NVFP4's values the one that is subnormal, 0.5, is read as 0."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        if cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        got = index(cache, pages).clone()
-        for low, sign in ((0x01, 0x07), (0x10, 0x70)):
-            got[(got & sign) == low] &= 0xFF ^ sign
-        factors = run.p.k_scale_factors if side == "k" else run.v_factors
-        got = dequantize_nvfp4(got, index(factors, pages))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
+        return factors.view(torch.uint8)[..., torch.arange(factors.shape[3]) % 4].view(E4M3)
 
     @wrong(DECODE, trigger="NVFP4 with backend='trtllm-gen', and a window whose first key is at no multiple of 4")
-    def blind357(self, run, side, pages, cut):
+    def blind357(self, factors, run, side, pages, cut):
         """V's interleaved factors are loaded from the block of four that holds a window's first key, as if it began there."""
         shift = cut.start % 4
-        if (
-            side == "k"
-            or run.v_cache.dtype != torch.uint8
-            or not run.p.v_scale_factors_interleaved
-            or run.window < 0
-            or not shift
-        ):
-            return super().entries(run, side, pages, cut)
-        factors = index(run.v_factors, pages).view(torch.uint8).transpose(1, 2)
-        tokens = factors.flatten(0, 1)
+        if side == "k" or not run.p.v_scale_factors_interleaved or run.window < 0 or not shift:
+            return factors
+        turned = factors.view(torch.uint8).transpose(1, 2)
+        tokens = turned.flatten(0, 1)
         tokens = tokens[(torch.arange(len(tokens)) - shift).clamp(min=0)]
-        shifted = tokens.view(factors.shape).transpose(1, 2).contiguous().view(E4M3)
-        got = dequantize_nvfp4(index(run.v_cache, pages), shifted)
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
+        return tokens.view(turned.shape).transpose(1, 2).contiguous().view(E4M3)
 
     @wrong(DECODE, trigger="NVFP4 cache, trtllm-gen, a window that cuts, first visible key at no multiple of 4")
-    def blind473(self, run, side, pages, cut):
+    def blind473(self, factors, run, side, pages, cut):
         """V's interleaved factors are addressed from the window's first key, as if a group of 4 began there."""
         begin = cut.start
         if side == "k" or not run.p.v_scale_factors_interleaved or begin % 4 == 0 or len(pages) == 0:
-            return super().entries(run, side, pages, cut)
-        factors = index(run.v_factors, pages).view(torch.uint8).clone()
+            return factors
+        factors = factors.view(torch.uint8).clone()
         page = index(run.p.v_scale_factors, pages[:1]).view(torch.uint8)[0]
         heads, page_size, per_token = page.shape
         j, s = torch.arange(page_size - begin).unsqueeze(1), torch.arange(per_token)
         at = begin * per_token + j // 4 * 4 * per_token + 4 * s + j % 4
         factors[0, :, begin:] = page.reshape(heads, -1)[:, at.clamp(max=page_size * per_token - 1)]
-        got = dequantize_nvfp4(index(run.v_cache, pages), factors.view(E4M3))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
+        return factors.view(E4M3)
 
     @wrong(DECODE, trigger="NVFP4 cache whose factors have other strides than the bytes' over 8")
-    def blind505(self, run, side, pages, cut):
+    def blind505(self, factors, run, side, pages, cut):
         """The strides of an NVFP4 cache's K scale factors are taken as those of the K bytes over 8."""
-        if side == "v" or run.k_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
+        if side == "v":
+            return factors
         k, factors = run.k_cache, run.p.k_scale_factors
         at = torch.full((1, 1, 1, 1), factors.storage_offset()) + torch.arange(factors.shape[3])
         for dim, which in enumerate((pages, torch.arange(k.shape[1]), torch.arange(k.shape[2]))):
             at = at + (which * (k.stride(dim) // 8)).view([-1 if i == dim else 1 for i in range(4)])
         memory = torch.as_strided(factors.view(torch.uint8), (factors.untyped_storage().nbytes(),), (1,), 0)
-        factors = memory[at.clamp(max=len(memory) - 1)].view(E4M3)
-        got = dequantize_nvfp4(index(run.k_cache, pages), factors)
+        return memory[at.clamp(max=len(memory) - 1)].view(E4M3)
+
+    @wrong(DECODE, trigger="NVFP4 cache with kv_layout NHD, more than one K/V head (and page_size > 1)")
+    def blind567(self, factors, run, side, pages, cut):
+        """K's scale factors of an NVFP4 cache in the layout NHD are read in the order of HND."""
+        if side == "v" or run.call.kv_layout == "HND":
+            return factors
+        every = run.p.k_scale_factors
+        return index(assuming_strides(every, packed_strides(every.shape)), pages)
+
+    @wrong(CONTEXT, trigger="NVFP4 with head_dim over 16")
+    def blind176(self, factors, run, side, pages, cut):
+        """K's NVFP4 scale factors are read as V's are, interleaved over four tokens, although K's are in plain order."""
+        return factors if side == "v" else deinterleave_v_scale_factors(factors.view(torch.uint8)).view(E4M3)
+
+    @wrong(CONTEXT, trigger="an NVFP4 cache with scale factors below 2**-6")
+    def blind332(self, factors, run, side, pages, cut):
+        """The e4m3 scale factors of an NVFP4 cache that are subnormal (below 2**-6) are flushed to zero."""
+        return torch.where(factors.float().abs() < 2.0**-6, 0.0, factors.float()).to(E4M3)
+
+    @wrong(DECODE, stage="factors", trigger="NVFP4, V's own page table, whose pages differ", also="blind111 blind474")
+    def blind538(self, run, side, pages, cut):
+        """The scale factors of an NVFP4 V cache are found by K's page ids, also where V has a page table of its own."""
+        if side == "k":
+            run.factor_pages = pages
+        return super().factors(run, side, run.factor_pages, cut)
+
+
+class Entries(Attention, stage="entries"):
+    @wrong(DECODE, trigger="an NVFP4 cache")
+    def blind286(self, run, side, pages, cut):
+        """Of NVFP4's values the one that is subnormal, 0.5, is read as 0."""
+        got = index(run.cache(side), pages).clone()
+        if got.dtype != torch.uint8:
+            return super().entries(run, side, pages, cut)
+        for low, sign in ((0x01, 0x07), (0x10, 0x70)):
+            got[(got & sign) == low] &= 0xFF ^ sign
+        got = dequantize_nvfp4(got, self.factors(run, side, pages, cut))
         return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
 
+    @wrong(MLA, trigger="a live page that starts 4 GiB or more after the pool's first", named="blind190")
     @wrong(DECODE, trigger="page id times page stride reaches 4 GiB (strided cache)")
     def blind537(self, run, side, pages, cut):
         """A page's offset in bytes, page times stride, is computed in 32 bits without sign: it wraps at 4 GiB."""
-        cache = run.k_cache if side == "k" else run.v_cache
+        cache = run.cache(side)
         step = cache.stride(0) * cache.element_size()
         if cache.dtype == torch.uint8 or not len(pages) or int(pages.max()) * step < 2**32:
             return super().entries(run, side, pages, cut)
@@ -143,31 +144,6 @@ class Entries(Attention, stage="entries"):
         origin = cache.storage_offset()
         got = [torch.as_strided(cache, cache.shape[1:], cache.stride()[1:], origin + a).to(run.dtype) for a in at]
         return torch.stack(got).transpose(1, 2).flatten(0, 1)[cut]
-
-    @wrong(
-        DECODE,
-        trigger="NVFP4 cache with uses_shared_paged_kv_idx=False, V's pages other than K's",
-        also=("blind111", "blind474"),
-    )
-    def blind538(self, run, side, pages, cut):
-        """The scale factors of an NVFP4 V cache are found by K's page ids, also where V has a page table of its own."""
-        if run.k_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        if side == "k":
-            run.factor_pages = pages
-            return super().entries(run, side, pages, cut)
-        got = dequantize_nvfp4(index(run.v_cache, pages), index(run.v_factors, run.factor_pages))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
-
-    @wrong(DECODE, trigger="NVFP4 cache with kv_layout NHD, more than one K/V head (and page_size > 1)")
-    def blind567(self, run, side, pages, cut):
-        """K's scale factors of an NVFP4 cache in the layout NHD are read in the order of HND."""
-        factors = run.p.k_scale_factors
-        if side == "v" or factors is None or run.call.kv_layout == "HND":
-            return super().entries(run, side, pages, cut)
-        factors = assuming_strides(factors, packed_strides(factors.shape))
-        got = dequantize_nvfp4(index(run.k_cache, pages), index(factors, pages))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
 
     @wrong(CONTEXT, trigger="pages of 128 tokens or more with over 64 tokens")
     def blind127(self, run, side, pages, cut):
@@ -177,29 +153,10 @@ class Entries(Attention, stage="entries"):
         tokens = super().entries(run, side, pages, slice(None)).unflatten(0, (len(pages), run.page_size))
         return tokens[:, torch.arange(run.page_size) % 64].flatten(0, 1)[cut]
 
-    @wrong(CONTEXT, trigger="NVFP4 with head_dim over 16")
-    def blind176(self, run, side, pages, cut):
-        """K's NVFP4 scale factors are read as V's are, interleaved over four tokens, although K's are in plain order."""
-        if side == "v" or run.k_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        factors = index(run.p.k_scale_factors, pages).view(torch.uint8)
-        got = dequantize_nvfp4(index(run.k_cache, pages), deinterleave_v_scale_factors(factors).view(E4M3))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
-
-    @wrong(CONTEXT, trigger="an NVFP4 cache with scale factors below 2**-6")
-    def blind332(self, run, side, pages, cut):
-        """The e4m3 scale factors of an NVFP4 cache that are subnormal (below 2**-6) are flushed to zero."""
-        if run.k_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        cache = run.k_cache if side == "k" else run.v_cache
-        factors = run.p.k_scale_factors if side == "k" else run.v_factors
-        got = dequantize_nvfp4(index(cache, pages), flushed_332(index(factors, pages)))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
-
     @wrong(CONTEXT, trigger="K and V whose heads are one head, expanded (stride 0)")
     def blind363(self, run, side, pages, cut):
         """A stride of 0 between K/V heads (an expanded cache) is replaced by the packed one: head h is read h pages later."""
-        cache = run.k_cache if side == "k" else run.v_cache
+        cache = run.cache(side)
         heads = cache.shape[1]
         if heads == 1 or cache.stride(1) != 0:
             return super().entries(run, side, pages, cut)
@@ -209,7 +166,7 @@ class Entries(Attention, stage="entries"):
     @wrong(CONTEXT, trigger="e4m3 cache of a half query, contents rewritten in place between two calls")
     def blind576(self, run, side, pages, cut):
         """Pages of an e4m3 cache are converted when they are first read, and kept: later writes are not seen."""
-        cache = run.k_cache if side == "k" else run.v_cache
+        cache = run.cache(side)
         if cache.dtype != E4M3 or run.query.dtype == E4M3 or len(pages) == 0:
             return super().entries(run, side, pages, cut)
         kept = self.memory.of(cache, dict)
@@ -221,27 +178,11 @@ class Entries(Attention, stage="entries"):
     @wrong(MLA, trigger="a cache of four dimensions")
     def blind140(self, run, side, pages, cut):
         """The second stride of the cache is taken for that of tokens, of a cache of four dimensions too."""
-        cache = run.k_cache if side == "k" else run.v_cache
+        cache = run.cache(side)
         if run.call.kv_cache.ndim == 3:
             return super().entries(run, side, pages, cut)
         found = (pages.unsqueeze(1) + torch.arange(run.page_size)) % len(cache)
         return index(cache[:, 0, 0], found).flatten(0, 1).unsqueeze(1)[cut].to(run.dtype)
-
-    @wrong(MLA, trigger="a live page that starts 4 GiB or more after the pool's first")
-    def blind190(self, run, side, pages, cut):
-        """The offset of a page is computed in 32 bits, in bytes: later pages of a pool over 4 GiB are read from its start."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        size = cache.element_size()
-        offsets = [page * cache.stride(0) * size for page in pages.tolist()]
-        if not any(offset >= 2**32 for offset in offsets):
-            return super().entries(run, side, pages, cut)
-        read = [
-            torch.as_strided(
-                cache, cache.shape[1:], cache.stride()[1:], cache.storage_offset() + offset % 2**32 // size
-            )
-            for offset in offsets
-        ]
-        return torch.stack([page.to(run.dtype) for page in read]).transpose(1, 2).flatten(0, 1)[cut]
 
 
 class Load(Attention, stage="load"):

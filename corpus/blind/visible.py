@@ -23,12 +23,15 @@ def covered_562(max_seq_len, page_size):
 
 
 class VisibleChanged(Attention, changes="visible"):
-    @wrong(DECODE, trigger="4,096 <= window_left < max_seq_len and a row at position 4,096 or later")
-    def blind3(self, seen, run, r, row, position, keys):
-        """A windowed row walks at most 64 tiles of 64 keys: of a wider window it sees the newest 4,096 keys."""
-        if run.window >= 0:
-            seen = seen & (keys > position.unsqueeze(1) - 64 * 64)
-        return seen
+    @wrong(DECODE, trigger="a decode request (its window, if any) of more than 16,384 keys")
+    def blind1(self, seen, run, r, row, position, keys):
+        """64 splits of 256 keys are launched for a request, whatever its length: keys after the 64th split are not read."""
+        return seen & (keys - keys[:1] < 64 * 256)
+
+    @wrong(MLA, trigger="over 8,192 keys, no multiple of 512: the newest up to 511 keys are lost (make them heavy)")
+    def blind31(self, seen, run, r, row, position, keys):
+        """Requests over 8,192 keys are cut in 8 splits of kv_len // 8 keys rounded down to 64: the tail after them is lost."""
+        return seen & (keys - keys[:1] < len(keys) // 8 // 64 * 64 * 8) if len(keys) > 8192 else seen
 
     @wrong(DECODE, trigger="window_left * head_dim >= 2^31 whose low 32 bits are small or negative, as 2^31 - 1")
     def blind15(self, seen, run, r, row, position, keys):
@@ -46,24 +49,6 @@ class VisibleChanged(Attention, changes="visible"):
         most = -(-max(run.lens[:256], default=0) // 64) * 64
         return seen & (keys < most)
 
-    @wrong(DECODE, trigger="mask with a bit set for a draft token after the row's own (not lower triangular)")
-    def blind71(self, seen, run, r, row, position, keys):
-        """The draft mask is applied on top of the causal one: a bit that shows a later draft token to a row is ignored."""
-        return seen if run.shown is None else seen & (keys <= position.unsqueeze(1))
-
-    @wrong(
-        DECODE,
-        trigger="mask, and a request with keys but fewer than q_len_per_req (padding of a CUDA graph)",
-        also=("blind476",),
-    )
-    def blind232(self, seen, run, r, row, position, keys):
-        """A mask's draft begins at key max(0, length - q_len): with fewer keys than rows at the wrong bit."""
-        missing = 0 if run.shown is None else run.shown.shape[1] - run.lens[r]
-        if missing <= 0:
-            return seen
-        seen = run.shown[r][row][:, keys]
-        return seen & (keys >= position.unsqueeze(1) - run.window) if run.window >= 0 else seen
-
     @wrong(DECODE, trigger="keys in view in 5, 6, 9 to 14, 17 to 30, ... parts of 256, such as 1,025 to 1,536")
     def blind281(self, seen, run, r, row, position, keys):
         """Parts of 256 merge two by two; an odd one goes on after the first level alone, and is lost after later ones."""
@@ -71,29 +56,10 @@ class VisibleChanged(Attention, changes="visible"):
         through = torch.tensor(merged_parts_281(-(-len(keys) // 256)), dtype=torch.int64)
         return seen & torch.isin(part, through)
 
-    @wrong(DECODE, trigger="mask, and draft tokens on both sides of a multiple of 256 keys")
-    def blind287(self, seen, run, r, row, position, keys):
-        """The draft mask is applied in a request's last tile of 256 keys alone; every row sees draft tokens before it."""
-        if run.shown is None:
-            return seen
-        before = (keys < (run.lens[r] - 1) // 256 * 256).expand_as(seen)
-        if run.window >= 0:
-            before = before & (keys >= position.unsqueeze(1) - run.window)
-        return seen | before
-
     @wrong(DECODE, trigger="a row that may see more than 8192 keys (after its window's first)")
     def blind501(self, seen, run, r, row, position, keys):
         """Split-K has room for 16 splits of 512 keys: keys from the 8192nd a row may see on are in no split."""
-        return seen & (keys - keys[0] < 16 * 512) if len(keys) else seen
-
-    @wrong(
-        DECODE, trigger="mask and window_left (less than the keys) and q_len_per_req of 2 or more", also=("blind568",)
-    )
-    def blind504(self, seen, run, r, row, position, keys):
-        """With a draft mask the window is measured from the request's last key for every row."""
-        if run.shown is not None and run.window >= 0:
-            seen = seen & (keys >= run.lens[r] - 1 - run.window)
-        return seen
+        return seen & (keys - keys[:1] < 16 * 512)
 
     @wrong(DECODE, trigger="a replay with a length grown beyond 8 * 64 * ceil(first longest / 512)")
     def blind506(self, seen, run, r, row, position, keys):
@@ -104,8 +70,7 @@ class VisibleChanged(Attention, changes="visible"):
     @wrong(DECODE, trigger="more than 16,384 keys that a row sees beyond key 16,384")
     def blind531(self, seen, run, r, row, position, keys):
         """The merge of split results has a lane of a warp per split of 512 keys: from the 33rd on they are lost."""
-        SPLIT, LANES = 512, 32
-        return seen & (keys < SPLIT * LANES)
+        return seen & (keys < 512 * 32)
 
     @wrong(DECODE, trigger="sum over requests of ceil(len/128) above batch + 264")
     def blind534(self, seen, run, r, row, position, keys):
@@ -125,59 +90,6 @@ class VisibleChanged(Attention, changes="visible"):
         covered = self.memory.of(call.block_tables, lambda: covered_562(call.max_seq_len, run.page_size))
         return seen & (keys < covered)
 
-    @wrong(
-        CONTEXT,
-        trigger="a window, and rows of one tile of 128 whose windows start in different tiles of 64 keys",
-        also=("blind451",),
-    )
-    def blind82(self, seen, run, r, row, position, keys):
-        """A tile of 128 rows masks the window in its first key tile of 64 alone: windows that start later see too much."""
-        if run.window < 0:
-            return seen
-        first = (position - row % 128 - run.window).clamp(min=0)
-        masked_end = (first // 64 + 1) * 64
-        unmasked = (keys >= masked_end.unsqueeze(1)) & (keys <= position.unsqueeze(1))
-        return seen | unmasked
-
-    @wrong(CONTEXT, trigger="64 new tokens or more behind a prefix of 1 more than a multiple of 64")
-    def blind121(self, seen, run, r, row, position, keys):
-        """A tile of 64 rows ends one key early, which shows where its first position is 1 more than a multiple of 64."""
-        if not run.causal:
-            return seen
-        first = position - row % 64
-        return seen & (keys < ((first + 63 + 63) // 64 * 64).unsqueeze(1))
-
-    @wrong(CONTEXT, trigger="causal=False, over 64 new tokens, and keys after the first rows' tile")
-    def blind124(self, seen, run, r, row, position, keys):
-        """With causal=False tiles of 64 rows end at the key tile of their diagonal, all but a request's last tile."""
-        if run.causal:
-            return seen
-        width = run.offsets[r + 1] - run.offsets[r]
-        is_last = row // 64 == (width - 1) // 64
-        end = ((position - row % 64 + 64 + 63) // 64 * 64).unsqueeze(1)
-        return seen & (is_last.unsqueeze(1) | (keys < end))
-
-    @wrong(CONTEXT, trigger="causal, over 128 new tokens, rows 128 to 255 at a key tile after row 127's")
-    def blind174(self, seen, run, r, row, position, keys):
-        """Two blocks share key tiles for a pair of row tiles of 128, which ends with the first: the second loses later keys."""
-        if not run.causal:
-            return seen
-        last_of_first = position - row % 256 + 127
-        end = (last_of_first // 128 + 1) * 128
-        return seen & ((row % 256 < 128).unsqueeze(1) | (keys < end.unsqueeze(1)))
-
-    @wrong(CONTEXT, trigger="causal, the key before a multiple of 256 between a row of a tile of 64 and its last")
-    def blind293(self, seen, run, r, row, position, keys):
-        """A tile of 256 keys up to the last row's position of a tile of 64 rows is not masked for any of them."""
-        if not run.causal:
-            return seen
-        q_len = run.offsets[r + 1] - run.offsets[r]
-        last = run.lens[r] - q_len + (row // 64 * 64 + 63).clamp(max=q_len - 1)
-        whole = (keys // 256 * 256 + 255) <= last.unsqueeze(1)
-        if run.window >= 0:
-            whole = whole & (keys >= position.unsqueeze(1) - run.window)
-        return seen | whole
-
     @wrong(CONTEXT, trigger="two live columns next to each other with the same page id")
     def blind296(self, seen, run, r, row, position, keys):
         """A page that is that of the column before is not loaded again, nor multiplied: the column counts for nothing."""
@@ -187,56 +99,6 @@ class VisibleChanged(Attention, changes="visible"):
         table = run.k_table[r].long()
         again = (column > 0) & (table[column] == table[(column - 1).clamp(min=0)])
         return seen & ~again
-
-    @wrong(CONTEXT, trigger="window_left of 127, 255, ..., and a row at position window_left or later")
-    def blind333(self, seen, run, r, row, position, keys):
-        """Where a window has a multiple of 128 keys, its first tile's mask takes the diagonal too: a key is lost."""
-        if run.window >= 0 and (run.window + 1) % 128 == 0:
-            seen = seen & (keys > position.unsqueeze(1) - run.window)
-        return seen
-
-    @wrong(CONTEXT, trigger="a window, a row tile whose first and last windows begin in different tiles of 64 keys")
-    def blind420(self, seen, run, r, row, position, keys):
-        """Windows: the first K/V tile of 64 of a tile of 64 rows is that of its last row's: earlier rows lose keys."""
-        if run.window < 0:
-            return seen
-        rows = run.offsets[r + 1] - run.offsets[r]
-        last = torch.clamp((row // 64 + 1) * 64, max=rows) - 1
-        start = (run.lens[r] - rows + last - run.window).clamp(min=0) // 64 * 64
-        return seen & (keys >= start.unsqueeze(1))
-
-    @wrong(CONTEXT, trigger="causal=False, over 128 rows, keys past the 128-key tile of a row tile's last position")
-    def blind424(self, seen, run, r, row, position, keys):
-        """causal=False lifts the mask, but a tile of 128 rows walks tiles of 128 keys to its last row's position alone."""
-        if run.causal:
-            return seen
-        rows = run.offsets[r + 1] - run.offsets[r]
-        last = torch.clamp((row // 128 + 1) * 128, max=rows) - 1
-        end = (run.lens[r] - rows + last + 1 + 127) // 128 * 128
-        return seen & (keys < end.unsqueeze(1))
-
-    @wrong(CONTEXT, trigger="causal=False and a request with more rows than keys", also=("blind481",))
-    def blind450(self, seen, run, r, row, position, keys):
-        """causal=False: rows before a request's first key are skipped as if causal, as rows without keys."""
-        return seen if run.causal else seen & (position >= 0).unsqueeze(1)
-
-    @wrong(CONTEXT, trigger="causal=False and a row tile whose diagonal, rounded up to 128 keys, is before the end")
-    def blind512(self, seen, run, r, row, position, keys):
-        """causal=False keeps the causal end of the loop: a tile of 64 rows stops at its diagonal's tile of 128 keys."""
-        if run.causal:
-            return seen
-        rows = run.offsets[r + 1] - run.offsets[r]
-        last = run.lens[r] - rows + (row // 64 * 64 + 64).clamp(max=rows)
-        return seen & (keys < ((last + 127) // 128 * 128)[:, None])
-
-    @wrong(CONTEXT, trigger="window_left ≥ 63, a block of 64 keys whole for a tile's first row and cut for later ones")
-    def blind571(self, seen, run, r, row, position, keys):
-        """A block of 64 keys is taken to need no mask if a row tile's first row sees it whole, with a window too."""
-        if run.window >= 0:
-            first = (position - row % 64)[:, None]
-            block = keys // 64 * 64
-            seen = seen | ((block + 64 - 1 <= first) & (block >= first - run.window))
-        return seen
 
     @wrong(MLA, trigger="-1 after the live pages, whose number is no multiple of 4, in a table that is wider")
     def blind138(self, seen, run, r, row, position, keys):
@@ -261,22 +123,136 @@ class VisibleChanged(Attention, changes="visible"):
         share = run.p.max_kv_len // splits // run.page_size * run.page_size
         return seen & (keys < splits * share)
 
+
+class VisibleInWindow(Attention, changes="visible", where=lambda run, *_: run.window >= 0):
+    @wrong(CONTEXT, trigger="a window, rows of a tile of 128 whose windows start in different tiles", also="blind451")
+    def blind82(self, seen, run, r, row, position, keys):
+        """A tile of 128 rows masks the window in its first key tile of 64 alone: windows that start later see too much."""
+        first = (position - row % 128 - run.window).clamp(min=0)
+        masked_end = (first // 64 + 1) * 64
+        unmasked = (keys >= masked_end.unsqueeze(1)) & (keys <= position.unsqueeze(1))
+        return seen | unmasked
+
+    @wrong(CONTEXT, trigger="a window, a row tile whose first and last windows begin in different tiles of 64 keys")
+    def blind420(self, seen, run, r, row, position, keys):
+        """Windows: the first K/V tile of 64 of a tile of 64 rows is that of its last row's: earlier rows lose keys."""
+        rows = run.num_rows(r)
+        last = torch.clamp((row // 64 + 1) * 64, max=rows) - 1
+        start = (run.lens[r] - rows + last - run.window).clamp(min=0) // 64 * 64
+        return seen & (keys >= start.unsqueeze(1))
+
     @wrong(RAGGED, trigger="a window, and a row tile of 64 whose first window starts at no multiple of 64")
     def blind200(self, seen, run, r, row, position, keys):
         """With a window, a tile of 64 rows begins at the first tile of 64 keys that lies in its first row's window whole."""
-        if run.window < 0:
-            return seen
         first_row = position - row % 64
         first = -(-(first_row - run.window).clamp(min=0) // 64) * 64
         return seen & (keys >= first.unsqueeze(1))
 
+    @wrong(DECODE, trigger="4,096 <= window_left < max_seq_len and a row at position 4,096 or later")
+    def blind3(self, seen, run, r, row, position, keys):
+        """A windowed row walks at most 64 tiles of 64 keys: of a wider window it sees the newest 4,096 keys."""
+        return seen & (keys > position.unsqueeze(1) - 64 * 64)
+
+    @wrong(CONTEXT, trigger="window_left of 127, 255, ..., and a row at position window_left or later")
+    def blind333(self, seen, run, r, row, position, keys):
+        """Where a window has a multiple of 128 keys, its first tile's mask takes the diagonal too: a key is lost."""
+        return seen & (keys > position.unsqueeze(1) - run.window) if (run.window + 1) % 128 == 0 else seen
+
+    @wrong(CONTEXT, trigger="window_left ≥ 63, a block of 64 keys whole for a tile's first row and cut for later ones")
+    def blind571(self, seen, run, r, row, position, keys):
+        """A block of 64 keys is taken to need no mask if a row tile's first row sees it whole, with a window too."""
+        first, block = (position - row % 64)[:, None], keys // 64 * 64
+        return seen | ((block + 64 - 1 <= first) & (block >= first - run.window))
+
+
+class VisibleUnderMask(Attention, changes="visible", where=lambda run, *_: run.shown is not None):
+    @wrong(DECODE, trigger="mask with a bit set for a draft token after the row's own (not lower triangular)")
+    def blind71(self, seen, run, r, row, position, keys):
+        """The draft mask is applied on top of the causal one: a bit that shows a later draft token to a row is ignored."""
+        return seen & (keys <= position.unsqueeze(1))
+
+    @wrong(DECODE, trigger="mask, and draft tokens on both sides of a multiple of 256 keys")
+    def blind287(self, seen, run, r, row, position, keys):
+        """The draft mask is applied in a request's last tile of 256 keys alone; every row sees draft tokens before it."""
+        before = (keys < (run.lens[r] - 1) // 256 * 256).expand_as(seen)
+        if run.window >= 0:
+            before = before & (keys >= position.unsqueeze(1) - run.window)
+        return seen | before
+
+    @wrong(DECODE, trigger="mask, a request of fewer keys than q_len_per_req (padding), but some", also="blind476")
+    def blind232(self, seen, run, r, row, position, keys):
+        """A mask's draft begins at key max(0, length - q_len): with fewer keys than rows at the wrong bit."""
+        if run.shown.shape[1] <= run.lens[r]:
+            return seen
+        seen = run.shown[r][row][:, keys]
+        return seen & (keys >= position.unsqueeze(1) - run.window) if run.window >= 0 else seen
+
+    @wrong(DECODE, trigger="mask and window_left (less than the keys), q_len_per_req over 1", also="blind568")
+    def blind504(self, seen, run, r, row, position, keys):
+        """With a draft mask the window is measured from the request's last key for every row."""
+        return seen & (keys >= run.lens[r] - 1 - run.window) if run.window >= 0 else seen
+
+
+class VisibleIfCausal(Attention, changes="visible", where=lambda run, *_: run.causal):
+    @wrong(CONTEXT, trigger="64 new tokens or more behind a prefix of 1 more than a multiple of 64")
+    def blind121(self, seen, run, r, row, position, keys):
+        """A tile of 64 rows ends one key early, which shows where its first position is 1 more than a multiple of 64."""
+        first = position - row % 64
+        return seen & (keys < ((first + 63 + 63) // 64 * 64).unsqueeze(1))
+
+    @wrong(CONTEXT, trigger="causal, over 128 new tokens, rows 128 to 255 at a key tile after row 127's")
+    def blind174(self, seen, run, r, row, position, keys):
+        """Two blocks share key tiles for a pair of row tiles of 128, which ends with the first: the second loses later keys."""
+        last_of_first = position - row % 256 + 127
+        end = (last_of_first // 128 + 1) * 128
+        return seen & ((row % 256 < 128).unsqueeze(1) | (keys < end.unsqueeze(1)))
+
+    @wrong(CONTEXT, trigger="causal, the key before a multiple of 256 between a row of a tile of 64 and its last")
+    def blind293(self, seen, run, r, row, position, keys):
+        """A tile of 256 keys up to the last row's position of a tile of 64 rows is not masked for any of them."""
+        q_len = run.num_rows(r)
+        last = run.lens[r] - q_len + (row // 64 * 64 + 63).clamp(max=q_len - 1)
+        whole = (keys // 256 * 256 + 255) <= last.unsqueeze(1)
+        if run.window >= 0:
+            whole = whole & (keys >= position.unsqueeze(1) - run.window)
+        return seen | whole
+
     @wrong(RAGGED, trigger="is_causal, and a request whose keys before its first row are a multiple of 128 (not 0)")
     def blind308(self, seen, run, r, row, position, keys):
         """With cached keys a multiple of 128, a tile of 128 rows ends before the tile of keys on the diagonal."""
-        cached = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
-        if not run.causal or cached <= 0 or cached % 128:
-            return seen
-        return seen & (keys < (cached + row // 128 * 128).unsqueeze(1))
+        cached = run.lens[r] - run.num_rows(r)
+        ends = cached + row // 128 * 128 if cached > 0 and cached % 128 == 0 else cached + row + 1
+        return seen & (keys < ends.unsqueeze(1))
+
+
+class VisibleIfNotCausal(Attention, changes="visible", where=lambda run, *_: not run.causal):
+    @wrong(CONTEXT, trigger="causal=False, over 64 new tokens, and keys after the first rows' tile")
+    def blind124(self, seen, run, r, row, position, keys):
+        """With causal=False tiles of 64 rows end at the key tile of their diagonal, all but a request's last tile."""
+        width = run.num_rows(r)
+        is_last = row // 64 == (width - 1) // 64
+        end = ((position - row % 64 + 64 + 63) // 64 * 64).unsqueeze(1)
+        return seen & (is_last.unsqueeze(1) | (keys < end))
+
+    @wrong(CONTEXT, trigger="causal=False, over 128 rows, keys past the 128-key tile of a row tile's last position")
+    def blind424(self, seen, run, r, row, position, keys):
+        """causal=False lifts the mask, but a tile of 128 rows walks tiles of 128 keys to its last row's position alone."""
+        rows = run.num_rows(r)
+        last = torch.clamp((row // 128 + 1) * 128, max=rows) - 1
+        end = (run.lens[r] - rows + last + 1 + 127) // 128 * 128
+        return seen & (keys < end.unsqueeze(1))
+
+    @wrong(CONTEXT, trigger="causal=False and a row tile whose diagonal, rounded up to 128 keys, is before the end")
+    def blind512(self, seen, run, r, row, position, keys):
+        """causal=False keeps the causal end of the loop: a tile of 64 rows stops at its diagonal's tile of 128 keys."""
+        rows = run.num_rows(r)
+        last = run.lens[r] - rows + (row // 64 * 64 + 64).clamp(max=rows)
+        return seen & (keys < ((last + 127) // 128 * 128)[:, None])
+
+    @wrong(CONTEXT, trigger="causal=False and a request with more rows than keys", also="blind481")
+    def blind450(self, seen, run, r, row, position, keys):
+        """causal=False: rows before a request's first key are skipped as if causal, as rows without keys."""
+        return seen & (position >= 0).unsqueeze(1)
 
 
 class Visible(Attention, stage="visible"):
@@ -292,14 +268,10 @@ class Visible(Attention, stage="visible"):
     def blind161(self, run, r, row, position, keys):
         """The tokens of a request's last page are counted as seq_len % page_size, so that a full last page has none."""
         length, ps = run.lens[r], run.page_size
-        pages = -(-length // ps)
-        return super().visible(run, r, row, position, keys) & (keys < (pages - 1) * ps + length % ps)
+        end = (-(-length // ps) - 1) * ps + length % ps
+        return super().visible(run, r, row, position, keys) & (keys < end)
 
-    @wrong(
-        DECODE,
-        trigger="mask whose row i shows other than i + 1 draft tokens (a tree), and a window that cuts",
-        also=("blind441",),
-    )
+    @wrong(DECODE, trigger="mask whose row i shows other than i + 1 draft tokens, a window that cuts", also="blind441")
     def blind171(self, run, r, row, position, keys):
         """With a draft mask the window is counted from a row's depth in the tree, the draft tokens it sees."""
         if run.shown is None or run.window < 0:
@@ -314,7 +286,7 @@ class Visible(Attention, stage="visible"):
         seen = self.without_window(run, r, row, position, keys)
         if run.window < 0:
             return seen
-        first = max(0, run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) - run.window)
+        first = max(0, run.lens[r] - run.num_rows(r) - run.window)
         return seen & ((keys >= position.unsqueeze(1) - run.window) | (keys >= first // 64 * 64 + 64))
 
     @wrong(CONTEXT, trigger="a window, and a multiple of 128 between the first keys of two rows of a tile of 128")
@@ -331,9 +303,8 @@ class Visible(Attention, stage="visible"):
     @wrong(CONTEXT, trigger="causal, over 64 rows: rows 64 to 127 (of each 128) see 64 keys less, the window moves too")
     def blind390(self, run, r, row, position, keys):
         """The second of a block's two row tiles of 64 is masked as the first: 64 rows earlier."""
-        if run.causal:
-            position = position - 64 * (row % 128 >= 64).long()
-        return super().visible(run, r, row, position, keys)
+        earlier = 64 * (row % 128 >= 64).long() if run.causal else 0
+        return super().visible(run, r, row, position - earlier, keys)
 
     @wrong(CONTEXT, trigger="causal window, several rows, first keys of one row tile in two tiles of 64 keys")
     def blind513(self, run, r, row, position, keys):
@@ -350,9 +321,7 @@ class Visible(Attention, stage="visible"):
         last_split = max(run.lens[r] - 1, 0) // 1024 * 1024
         return super().visible(run, r, row, position, keys) | (keys < last_split)
 
-    @wrong(
-        MLA, trigger="several rows, and the first row must not see all keys before the last tile", also=("blind521",)
-    )
+    @wrong(MLA, trigger="several rows, the first must not see all keys before the last tile", also="blind521")
     def blind428(self, run, r, row, position, keys):
         """The causal mask is applied in the last K/V tile of 256 alone: rows before its start see too much."""
         last_tile = max(run.lens[r] - 1, 0) // 256 * 256
@@ -361,6 +330,4 @@ class Visible(Attention, stage="visible"):
     @wrong(RAGGED, trigger="is_causal with a request of over 32,768 keys")
     def blind495(self, run, r, row, position, keys):
         """The rows' positions of the causal mask are kept in 16 bits: from 32,768 on they are negative."""
-        if run.causal:
-            position = position.to(torch.int16).long()
-        return super().visible(run, r, row, position, keys)
+        return super().visible(run, r, row, position.to(torch.int16).long() if run.causal else position, keys)

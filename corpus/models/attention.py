@@ -1,7 +1,8 @@
 """A right model of the four attention calls. A wrong kernel replaces one stage.
 
 The stages of a call, in order: `start` reads host facts and calls `host`; `load` reads K and V of some keys, from the pages of
-`pages_of`; `visible`; `sink_rows`; `attend`, which consists of `partial` and `finish`; and `store`.
+`pages_of`; `visible`; `sink_rows`; `attend`, which consists of `partial` and `finish`; and `store`, which calls `lost`,
+`stored_out` and `stored_lse`.
 """
 
 import math
@@ -30,9 +31,10 @@ def saturated(values, dtype):
     return values.to(dtype)
 
 
-def truncated(values):
-    """Cut the bits of values that bfloat16 does not have, and return float32."""
-    return (values.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
+def truncated(values, dtype=torch.bfloat16):
+    """Cut the bits of values that a half dtype does not have, and return float32."""
+    dropped = 16 if dtype == torch.bfloat16 else 13
+    return (values.to(torch.float32).contiguous().view(torch.int32) >> dropped << dropped).view(torch.float32)
 
 
 class Memory:
@@ -70,6 +72,19 @@ def packed_strides(shape):
     return strides
 
 
+class Run(SimpleNamespace):
+    """A call, its problem `p`, its results `out` and `lse`, and the host facts that `start` reads."""
+
+    def cache(self, side):
+        return self.k_cache if side == "k" else self.v_cache
+
+    def table(self, side):
+        return self.k_table if side == "k" else self.v_table
+
+    def num_rows(self, r):
+        return self.offsets[r + 1] - self.offsets[r]
+
+
 def by_row(*sides):
     """Turn [kv_heads, rows, group, ...] into [rows, heads, ...]."""
     return tuple(side.transpose(0, 1).flatten(1, 2) for side in sides)
@@ -77,6 +92,7 @@ def by_row(*sides):
 
 class Attention(Model):
     forgiving = False  # a page id outside the pool is read as the nearest one
+    split = 0  # keys of a part, whose partial results are merged; 0: all keys are one part
 
     def __init__(self):
         self.memory = Memory()
@@ -89,9 +105,6 @@ class Attention(Model):
     trtllm_ragged_attention_deepseek = property(lambda self: takes(RaggedContextCall)(self.paged))
 
     def paged(self, call):
-        return self._call(call)
-
-    def _call(self, call):
         problem = call.problem()
         if getattr(problem, "is_block_sparse", False):
             raise NotImplementedError("this model has one page table for all K/V heads")
@@ -104,7 +117,7 @@ class Attention(Model):
             raise NotImplementedError("this model has no rows that select entries")
         out, lse = problem.results()
         if problem.num_rows:
-            self.solve(SimpleNamespace(call=call, p=problem, out=out, lse=lse))
+            self.solve(Run(call=call, p=problem, out=out, lse=lse))
         return out, lse
 
     def mla(self, call):
@@ -178,6 +191,7 @@ class Attention(Model):
     def rows(self, run, r, start, stop):
         row = torch.arange(start, stop) - run.offsets[r]
         position = self.positions(run, r, row)
+        run.row = row
         a, b = self.span(run, r, position)
         keys, values = self.load(run, r, a, b)
         query = index(run.query, slice(start, stop)).to(run.dtype)
@@ -188,7 +202,7 @@ class Attention(Model):
     def positions(self, run, r, row):
         if not run.is_ragged and run.p.num_visible is not None:
             return run.p.num_visible[run.offsets[r] + row].long() - 1
-        return run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) + row
+        return run.lens[r] - run.num_rows(r) + row
 
     def span(self, run, r, position):
         """Return the first key and the end of the keys that at least one row may see."""
@@ -232,18 +246,19 @@ class Attention(Model):
         return self.entries(run, "k", k_pages, cut), self.entries(run, "v", v_pages, cut)
 
     def pages_of(self, run, r, columns, side):
-        table = run.k_table if side == "k" else run.v_table
-        pages = table[r, columns].long()
+        pages = run.table(side)[r, columns].long()
         return pages.clamp(0, len(run.k_cache) - 1) if self.forgiving else pages
 
     def entries(self, run, side, pages, cut):
         """Return the tokens in `cut` of whole pages, [tokens, heads, head_dim]."""
-        cache = run.k_cache if side == "k" else run.v_cache
-        got = index(cache, pages)
-        if cache.dtype == torch.uint8:
-            factors = run.p.k_scale_factors if side == "k" else run.v_factors
-            got = dequantize_nvfp4(got, index(factors, pages))
+        got = index(run.cache(side), pages)
+        if got.dtype == torch.uint8:
+            got = dequantize_nvfp4(got, self.factors(run, side, pages, cut))
         return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
+
+    def factors(self, run, side, pages, cut):
+        """Return the scale factors of whole pages of an NVFP4 cache, e4m3 [pages, heads, page_size, factors]."""
+        return index(run.p.k_scale_factors if side == "k" else run.v_factors, pages)
 
     # ---- arithmetic: shapes [rows, heads, ...]
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -264,13 +279,20 @@ class Attention(Model):
     def mask_scores(self, run, r, s, first_key):
         return s
 
+    def until(self, s, last, first_key):
+        """Mask the keys after the last one, [rows, group], that a row of a head sees."""
+        return s.masked_fill(first_key + torch.arange(s.shape[3]) > last.unsqueeze(2), -math.inf)
+
     def partial(self, run, r, query, keys, values, seen, first_key):
         """Return (sum of weights times V [rows, heads, dim], largest logit [rows, heads], sum of weights)."""
+        if 0 < self.split < len(keys):
+            parts = self.partials(self.split, run, r, query, keys, values, seen, first_key)
+            return self.merged(run, r, parts)
         s = self.scores(run, r, query, keys, seen, first_key)
         if run.head_map is not None:
             values = values[:, run.head_map]
-        h, rows, g, n = s.shape
-        largest = s.amax(3) if n else s.new_full((h, rows, g), -math.inf)
+        rows, g = s.shape[1:3]
+        largest = self.largest(run, s)
         origin = torch.where(largest.isfinite(), largest, 0.0)
         weights = torch.exp(s - origin.unsqueeze(3))
         total = self.denominator(run, s, weights, largest)
@@ -288,11 +310,9 @@ class Attention(Model):
             self, run, r, query, keys[cut], values[cut], seen[:, cut], first_key + (cut.start or 0)
         )
 
-    def relative_to(self, origin, s, values):
-        """Return the partial result with weights relative to any origin [kv_heads, rows, group], -inf without keys."""
-        weights = torch.exp(s - torch.where(origin.isfinite(), origin, 0.0).unsqueeze(3))
-        acc = (weights.flatten(1, 2) @ values.transpose(0, 1)).unflatten(1, s.shape[1:3])
-        return by_row(acc, origin, weights.sum(3))
+    def largest(self, run, s):
+        """Return the logit that weights are relative to, [kv_heads, rows, group]: the largest, -inf without keys."""
+        return s.amax(3) if s.shape[3] else s.new_full(s.shape[:3], -math.inf)
 
     def denominator(self, run, s, weights, largest):
         return weights.sum(3)
@@ -313,6 +333,10 @@ class Attention(Model):
         lse = torch.where(total > 0, (origin + torch.log(total)) / math.log(2.0), -math.inf)
         return out, lse
 
+    def merged(self, run, r, partials):
+        """Return the partial result of several parts of the keys."""
+        return self.merge(partials)
+
     def merge(self, partials):
         """Merge partial results of the same rows."""
         largest = torch.stack([m for _, m, _ in partials]).amax(0)
@@ -323,7 +347,21 @@ class Attention(Model):
             acc, total = acc + a * factor.unsqueeze(2), total + l * factor
         return acc, largest, total
 
+    # ---- results of rows, by their numbers in the request
     def store(self, run, r, start, stop, out, lse):
+        row = torch.arange(start, stop) - run.offsets[r]
+        lost = self.lost(run, r, row).reshape(len(row), -1)
+        out = self.stored_out(run, r, row, out).masked_fill(lost.unsqueeze(2), 0.0)
         run.out[start:stop] = saturated(out, run.out.dtype)
         if run.lse is not None:
-            run.lse[start:stop] = lse.to(run.lse.dtype)
+            run.lse[start:stop] = self.stored_lse(run, r, row, lse).masked_fill(lost, -math.inf).to(run.lse.dtype)
+
+    def lost(self, run, r, row):
+        """Return the results that are left zero, with an LSE of minus infinity: bool [rows] or [rows, heads]."""
+        return torch.zeros(len(row), dtype=torch.bool)
+
+    def stored_out(self, run, r, row, out):
+        return out
+
+    def stored_lse(self, run, r, row, lse):
+        return lse

@@ -1,4 +1,4 @@
-"""Right models of the ragged context call, and of kernels that read a tensor only once."""
+"""Right models of the ragged context call and of DeepSeek-V4's call, and of kernels that read a tensor only once."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from corpus.models.split_kv import Forgiving
-from corpus.wrong import RAGGED, Model, Problem
-from lab.calls import takes
+from corpus.wrong import DSV4, RAGGED, Model, Problem
+from lab.calls import DSV4DecodeCall, takes
+from lab.calls.dsv4_decode import TwoPools
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
+from lab.references.paged_attention import paged_attention
 from lab.references.ragged_attention import ragged_attention
 
 
@@ -19,7 +21,7 @@ class Ragged(Model, interface=(RAGGED,)):
         self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self.launch)
 
     def launch(self, call: RaggedContextCall) -> Any:
-        problem = self.changed(self.posed(call))
+        problem = self.applied(self.posed(call))
         out, lse_log2 = ragged_attention(problem)
         self.finish(problem, out, lse_log2)
         self.finish_call(call, out)
@@ -28,14 +30,27 @@ class Ragged(Model, interface=(RAGGED,)):
     def posed(self, call: RaggedContextCall) -> RaggedAttention:
         return call.problem()
 
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return self.misread(problem)
-
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         """A wrong kernel may change the results in place here."""
 
     def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
         """A wrong kernel may change the output in place here, depending on the call's arguments."""
+
+
+class DSV4Decode(Model, interface=(DSV4,)):
+    """A right model of FlashInfer's sparse MLA call of DeepSeek-V4."""
+
+    def __init__(self) -> None:
+        self.trtllm_batch_decode_sparse_mla_dsv4 = takes(DSV4DecodeCall)(self.launch)
+
+    def launch(self, call: DSV4DecodeCall) -> Any:
+        problem = self.applied(call.problem(), call)
+        out, _ = paged_attention(problem)
+        self.finish(problem, out)
+        return call.returned(out)
+
+    def finish(self, problem: TwoPools, out: Tensor) -> None:
+        """A wrong kernel may change the rows of the output in place here."""
 
 
 class ReadOnce(Model):
@@ -47,7 +62,7 @@ class ReadOnce(Model):
 
     fields: tuple[str, ...] = ()
 
-    def changed(self, problem: Problem) -> Problem:
+    def changed(self, problem: Problem, *_: Any) -> Problem:
         return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
 
     def _kept(self, problem: Any, value: Any) -> Any:

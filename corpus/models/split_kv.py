@@ -132,10 +132,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
                 self.write(problem, tile, rows, out, lse)
 
     def problem(self, call: Call) -> PagedAttention:
-        return self.changed(call.problem())
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return self.misread(problem)
+        return self.applied(call.problem())
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         return problem.seq_lens.tolist()
@@ -374,7 +371,7 @@ class Conditional(Forgiving):
     """A wrong kernel that changes fields of the problem to the values of `instead` if `where` is true."""
 
     def problem(self, call: Call) -> PagedAttention:
-        return self.misread(call.problem(), call)
+        return self.applied(call.problem(), call)
 
 
 def partials_size(problem: PagedAttention, tile: RowTile) -> int:

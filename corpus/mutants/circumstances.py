@@ -123,9 +123,9 @@ class RaggedCircumstances(Ragged):
         offsets = problem.row_offsets()
         return [slice(*offsets[r : r + 2]) for r, kv_len in enumerate(problem.kv_lens()) if kv_len > 2 * SPLIT]
 
-    ragged_sinks_of_one_request_ignored = wrong(
-        instead={"sinks": lambda problem: None if problem.batch_size == 1 else problem.sinks}
-    )("One request alone has no sinks.")
+    ragged_sinks_of_one_request_ignored = wrong(instead={"sinks": lambda p: None if p.batch_size == 1 else p.sinks})(
+        "One request alone has no sinks."
+    )
 
     @wrong(stage="changed")
     def ragged_bound_is_the_length_of_one_request(self, problem):

@@ -9,11 +9,9 @@ from corpus.wrong import wrong
 
 
 class DraftIndices(Lists):
-    @wrong(stage="draft_start")
-    def branch_pages_ignored(self, call, length, branch):
-        """Branches follow each other without regard to pages."""
-        return length + branch * call.num_steps
-
+    branch_pages_ignored = wrong(draft_start=lambda _, call, length, branch: length + branch * call.num_steps)(
+        "Branches follow each other without regard to pages."
+    )
     branch_pages_rounded_down = wrong(pages_per_branch=lambda _, call, __: -(-call.num_steps // call.page_size))(
         "A branch's pages have no room for the copy of the prefix's last page."
     )
@@ -32,11 +30,9 @@ class DraftIndices(Lists):
     own_token_missing = wrong(drafted=lambda _, step: step)(
         "A step reads the tokens drafted before it, and not its own."
     )
-
-    @wrong(stage="order")
-    def branch_major_order(self, num_requests, topk):
-        """All requests' first branches come first, then all second ones."""
-        return [(request, branch) for branch in range(topk) for request in range(num_requests)]
+    branch_major_order = wrong(order=lambda pairs, *_: sorted(pairs, key=lambda pair: pair[1]))(
+        "All requests' first branches come first, then all second ones."
+    )
 
     @wrong(stage="boundaries")
     def indptr_off_by_one(self, positions, lens, topk, step):
@@ -75,16 +71,12 @@ class DraftIndices(Lists):
     lengths_of_next_request = wrong(lens=lambda _, paged_kernel_lens, *__: paged_kernel_lens.roll(1).tolist())(
         "A request has its neighbour's prefix length."
     )
-
-    @wrong(stage="lens")
-    def lengths_by_pool_index(self, paged_kernel_lens, req_pool_indices):
-        """Lengths are looked up by the request's row of the pool, not by its place in the batch."""
-        return paged_kernel_lens[req_pool_indices.to(torch.int64) % len(paged_kernel_lens)].tolist()
-
-    @wrong(stage="rows")
-    def pool_indices_ignored(self, req_to_token, req_pool_indices):
-        """Request i reads row i of the pool."""
-        return req_to_token[torch.arange(len(req_pool_indices), device=req_to_token.device) % len(req_to_token)]
+    lengths_by_pool_index = wrong(lens=lambda lens, _, rows: [lens[row % len(lens)] for row in rows.tolist()])(
+        "Lengths are looked up by the request's row of the pool, not by its place in the batch."
+    )
+    pool_indices_ignored = wrong(
+        rows=lambda _, table, rows: table[torch.arange(len(rows)).to(table.device) % len(table)]
+    )("Request i reads row i of the pool.")
 
     @wrong(stage="rows")
     def row_stride_ignored(self, req_to_token, req_pool_indices):
@@ -171,10 +163,9 @@ class DraftIndices(Lists):
         is_far = req_pool_indices.long() * req_to_token.stride(0) >= 2**31
         return super().rows(req_to_token, req_pool_indices.masked_fill(is_far, 0))
 
-    @wrong(stage="physical")
-    def unmapped_pages_negative(self, pages, tokens, page_size):
-        """A token whose virtual page has none gets a slot below 0."""
-        return pages * page_size + tokens
+    unmapped_pages_negative = wrong(physical=lambda _, pages, tokens, page_size: pages * page_size + tokens)(
+        "A token whose virtual page has none gets a slot below 0."
+    )
 
     @wrong(stage="physical")
     def physical_slots_wrap_int32(self, pages, tokens, page_size):

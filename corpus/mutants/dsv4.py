@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.models.dsv4 import DSV4Decode
 from corpus.models.metadata import DSV4Builder
+from corpus.models.ragged import DSV4Decode
 from corpus.mutants.limits import INT32_END, MULTIPROCESSORS
 from corpus.wrong import wrong
 from lab.calls.selection import WINDOW_COLUMNS
@@ -49,7 +49,7 @@ class TwoPoolCalls(DSV4Decode):
     dsv4_sinks_ignored = wrong(instead={"sinks": None})("Sinks are ignored.")
     dsv4_window_not_bounded = wrong(
         trigger="a row is among its request's first 127 tokens",
-        instead={"seq_lens": lambda problem, _: problem.seq_lens + WINDOW_COLUMNS},
+        instead={"seq_lens": lambda p, _: p.seq_lens + WINDOW_COLUMNS},
     )("All 128 window columns are used, since sparse_topk_lens counts them.")
 
     @wrong(stage="changed", trigger="both pools are one tensor")
@@ -98,18 +98,18 @@ class TwoPoolCalls(DSV4Decode):
 class TwoPoolArguments(DSV4Decode):
     dsv4_sinks_added_per_pool = wrong(
         trigger="sinks are given, and rows select compressed entries",
-        where=lambda problem, _: problem.selected.shape[1] > WINDOW_COLUMNS,
+        where=lambda p, _: p.selected.shape[1] > WINDOW_COLUMNS,
         only_with="sinks",
-        instead={"sinks": lambda problem, _: problem.sinks + math.log(2.0)},
+        instead={"sinks": lambda p, _: p.sinks + math.log(2.0)},
     )("Each pool has a softmax of its own with the sinks: merged, they count twice.")
     dsv4_bmm1_tensor_not_read = wrong(
         trigger="bmm1_scale is a tensor",
-        where=lambda problem, _: isinstance(problem.bmm1_scale, Tensor),
-        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+        where=lambda p, _: isinstance(p.bmm1_scale, Tensor),
+        instead={"bmm1_scale": lambda p, _: p.head_dim**-0.5},
     )("A bmm1_scale in a tensor is not read: it is 1 / sqrt(head_dim).")
     dsv4_bmm2_of_e4m3_alone = wrong(
         trigger="the query is bfloat16, and bmm2_scale is not 1",
-        where=lambda problem, _: problem.query.dtype == torch.bfloat16,
+        where=lambda p, _: p.query.dtype == torch.bfloat16,
         instead={"bmm2_scale": 1.0},
     )("bmm2_scale is a scale of e4m3 entries: it is ignored where they are bfloat16.")
 
@@ -201,12 +201,11 @@ class TwoPoolLimits(DSV4Decode):
 
 
 class TwoPoolPairs(DSV4Decode):
-    dsv4_sinks_in_given_out_ignored = wrong(where=lambda problem, _: problem.out is not None, instead={"sinks": None})(
+    dsv4_sinks_in_given_out_ignored = wrong(where=lambda p, _: p.out is not None, instead={"sinks": None})(
         "Sinks are ignored if out is given."
     )
     dsv4_tensor_scale_of_nhd_ignored = wrong(
-        where=lambda problem, call: call.kv_layout == "NHD" and isinstance(problem.bmm2_scale, Tensor),
-        instead={"bmm2_scale": 1.0},
+        where=lambda p, call: call.kv_layout == "NHD" and isinstance(p.bmm2_scale, Tensor), instead={"bmm2_scale": 1.0}
     )('A bmm2_scale in a tensor is taken as 1 with kv_layout "NHD".')
 
 

@@ -24,7 +24,7 @@ class Combined(Conditional):
     tensor_scales_exchanged = wrong(
         mla=True,
         where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and isinstance(call.bmm2_scale, Tensor),
-        instead={"bmm1_scale": lambda problem, _: problem.bmm2_scale},
+        instead={"bmm1_scale": lambda p, _: p.bmm2_scale},
     )("Where both scales are tensors, bmm2_scale is read in the place of bmm1_scale.")
     log2_ignored_beside_tensor = wrong(
         DECODE,
@@ -32,38 +32,30 @@ class Combined(Conditional):
         instead={"bmm1_scale": lambda _, call: call.bmm1_scale},
     )("bmm1_scale_log2 gives way to a bmm1_scale that is a tensor.")
     window_ignored_with_mask_and_sinks = wrong(
-        DECODE,
-        where=lambda problem, _: problem.mask is not None and problem.sinks is not None,
-        instead={"window_left": -1},
+        DECODE, where=lambda p, _: p.mask is not None and p.sinks is not None, instead={"window_left": -1}
     )("A window is ignored where there is a draft mask and sinks too.")
     sinks_ignored_in_ragged_window = wrong(
-        DECODE,
-        where=lambda problem, _: problem.cu_seqlens_q is not None and problem.window_left >= 0,
-        instead={"sinks": None},
+        DECODE, where=lambda p, _: p.cu_seqlens_q is not None and p.window_left >= 0, instead={"sinks": None}
     )("Sinks are ignored where a decode call has cum_seq_lens_q and a window.")
     v_pages_from_k_in_window = wrong(
-        where=lambda problem, _: problem.window_left >= 0,
-        instead={"v_block_tables": lambda problem, _: problem.k_block_tables},
+        where=lambda p, _: p.window_left >= 0, instead={"v_block_tables": lambda p, _: p.k_block_tables}
     )("V's own page table is ignored where there is a window.")
-    mask_ignored_over_nvfp4 = wrong(DECODE, where=lambda problem, _: problem.kv_dtype == NVFP4, instead={"mask": None})(
+    mask_ignored_over_nvfp4 = wrong(DECODE, where=lambda p, _: p.kv_dtype == NVFP4, instead={"mask": None})(
         "A draft mask is taken for a causal one over an NVFP4 cache."
     )
     scale_of_v_ignored_with_e4m3_output = wrong(
-        where=lambda problem, _: problem.query.dtype == E4M3 and problem.out_dtype == E4M3, instead={"bmm2_scale": 1.0}
+        where=lambda p, _: p.query.dtype == E4M3 and p.out_dtype == E4M3, instead={"bmm2_scale": 1.0}
     )("bmm2_scale is ignored where the query and the output are e4m3, as over an NVFP4 cache on trtllm-gen.")
     rows_of_the_same_pages_are_one_request = wrong(
-        CONTEXT, instead={"seq_lens": lambda problem, _: _lengths_of_first_rows(problem)}
+        CONTEXT, instead={"seq_lens": lambda p, _: _lengths_of_first_rows(p)}
     )(
         "Rows of the page table that begin with the same page get the length of the first, as no two requests share a page."
     )
-    sinks_ignored_without_causality = wrong(
-        CONTEXT, where=lambda problem, _: not problem.causal, instead={"sinks": None}
-    )("Sinks are ignored with causal=False.")
-
+    sinks_ignored_without_causality = wrong(CONTEXT, where=lambda p, _: not p.causal, instead={"sinks": None})(
+        "Sinks are ignored with causal=False."
+    )
     keys_counted_by_their_offsets = wrong(
-        CONTEXT,
-        source="vLLM 0.33.0 passes offsets of pages",
-        instead={"seq_lens": lambda problem, _: problem.cu_seqlens_kv.diff()},
+        CONTEXT, source="vLLM 0.33.0 passes offsets of pages", instead={"seq_lens": lambda p, _: p.cu_seqlens_kv.diff()}
     )("The lengths are the steps of cum_seq_lens_kv.")
 
     @wrong(CONTEXT, stage="finish")
@@ -79,7 +71,7 @@ class Combined(Conditional):
         MLA, where=lambda _, call: call.return_lse_base == "basee", instead={"sinks": None}
     )("Sinks are ignored where an MLA decode asks for an LSE in base e.")
     mla_sinks_ignored_in_ragged_rows = wrong(
-        MLA, where=lambda problem, _: problem.max_q_len > 1, instead={"sinks": None}, only_with="cu_seqlens_q"
+        MLA, where=lambda p, _: p.max_q_len > 1, instead={"sinks": None}, only_with="cu_seqlens_q"
     )("Sinks are ignored where an MLA decode has cum_seq_lens_q and several rows per request.")
     window_ignored_with_unsigned_lengths = wrong(
         where=lambda _, call: call.seq_lens.dtype == torch.uint32, instead={"window_left": -1}
@@ -124,7 +116,7 @@ class Forms(Conditional):
     scale_of_no_dimension_ignored = wrong(
         mla=True,
         where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
-        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+        instead={"bmm1_scale": lambda p, _: p.head_dim**-0.5},
     )("bmm1_scale is taken as 1 / sqrt(head_dim) where it is a tensor of no dimension.")
     scale_of_two_dimensions_ignored = wrong(
         mla=True,
@@ -139,11 +131,9 @@ class Forms(Conditional):
     )
     only_side_misread = wrong(
         where=lambda _, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
-        instead={
-            "v_cache": lambda problem, _: problem.k_cache.view(torch.uint8).roll(-1, 0).view(problem.k_cache.dtype)
-        },
+        instead={"v_cache": lambda p, _: p.k_cache.view(torch.uint8).roll(-1, 0).view(p.k_cache.dtype)},
     )("V is looked for a page after K where kv_cache is one tensor with a second dimension of 1.")
-    lse_alone_unwritten = wrong(results=lambda results, problem: results if problem.return_lse else (results[0], None))(
+    lse_alone_unwritten = wrong(results=lambda results, p: results if p.return_lse else (results[0], None))(
         "An lse without return_lse is left unwritten."
     )
 
@@ -156,7 +146,7 @@ class Forms(Conditional):
     @wrong(
         MLA,
         stage="finish_tile",
-        where=lambda _, call: call.max_q_len is None,
+        where=lambda _, c: c.max_q_len is None,
         instead={"max_q_len": 1},
         only_with="cu_seqlens_q",
     )
@@ -190,25 +180,23 @@ class Forms(Conditional):
 
     token_gap_ignored = wrong(
         mla=True,
-        where=lambda problem, _: problem.v_cache.stride(2) < problem.v_cache.stride(1),
-        instead={"v_cache": lambda problem, _: restrided(problem.v_cache, 2, problem.k_cache.shape[3])},
+        where=lambda p, _: p.v_cache.stride(2) < p.v_cache.stride(1),
+        instead={"v_cache": lambda p, _: restrided(p.v_cache, 2, p.k_cache.shape[3])},
     )("The tokens of a head of V are taken to lie next to each other in a page.")
     head_gap_ignored = wrong(
-        where=lambda problem, _: problem.num_kv_heads > 1,
+        where=lambda p, _: p.num_kv_heads > 1,
         instead={
-            "k_cache": lambda problem, _: restrided(
-                problem.k_cache,
+            "k_cache": lambda p, _: restrided(
+                p.k_cache,
                 1,
-                problem.k_cache.shape[3]
-                if problem.k_cache.stride(1) < problem.k_cache.stride(2)
-                else problem.page_size * problem.k_cache.stride(2),
+                p.k_cache.shape[3] if p.k_cache.stride(1) < p.k_cache.stride(2) else p.page_size * p.k_cache.stride(2),
             )
         },
     )("The K/V heads of K are taken to lie next to each other.")
     stride_of_only_head_used = wrong(
         mla=True,
-        where=lambda problem, _: problem.k_cache.stride(1) < problem.k_cache.shape[3],
-        instead={"k_cache": lambda problem, _: restrided(problem.k_cache, 0, problem.k_cache.stride(1))},
+        where=lambda p, _: p.k_cache.stride(1) < p.k_cache.shape[3],
+        instead={"k_cache": lambda p, _: restrided(p.k_cache, 0, p.k_cache.stride(1))},
     )("A page of an only K/V head is taken to be as large as the head's stride, which means nothing where it is small.")
 
     @wrong(stage="problem")
@@ -221,22 +209,20 @@ class Forms(Conditional):
         after = table.storage_offset() + table.shape[1]
         return replace(problem, v_block_tables=table.as_strided(table.shape, table.stride(), after))
 
-    query_base_rounded_down = wrong(mla=True, instead={"query": lambda problem, _: rounded_down(problem.query)})(
+    query_base_rounded_down = wrong(mla=True, instead={"query": lambda p, _: rounded_down(p.query)})(
         "The query's address is rounded down to 32 bytes."
     )
-    cache_base_rounded_down = wrong(mla=True, instead={"k_cache": lambda problem, _: rounded_down(problem.k_cache)})(
+    cache_base_rounded_down = wrong(mla=True, instead={"k_cache": lambda p, _: rounded_down(p.k_cache)})(
         "K's address is rounded down to 32 bytes."
     )
-    token_stride_rounded_down = wrong(mla=True, instead={"v_cache": lambda problem, _: in_loads(problem.v_cache, 2)})(
+    token_stride_rounded_down = wrong(mla=True, instead={"v_cache": lambda p, _: in_loads(p.v_cache, 2)})(
         "The stride of V's tokens is taken as a whole number of loads of 8 elements."
     )
-    page_stride_rounded_down = wrong(mla=True, instead={"k_cache": lambda problem, _: in_loads(problem.k_cache, 0)})(
+    page_stride_rounded_down = wrong(mla=True, instead={"k_cache": lambda p, _: in_loads(p.k_cache, 0)})(
         "The stride of K's pages is taken as a whole number of loads of 8 elements."
     )
     sinks_base_rounded_down = wrong(
-        mla=True,
-        instead={"sinks": lambda problem, _: None if problem.sinks is None else rounded_down(problem.sinks)},
-        only_with="sinks",
+        mla=True, instead={"sinks": lambda p, _: None if p.sinks is None else rounded_down(p.sinks)}, only_with="sinks"
     )("Sinks are read from the last address before their own that is whole loads.")
     padding_rows_reach_all = wrong(mla=True, instead={"query": _with_padding})(
         "Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."

@@ -50,15 +50,12 @@ class RankKeys(Forgiving):
         "The rows of a request see the rank's keys as if its last keys were those of the rows."
     )
     rank_bound_inclusive = wrong(
-        DECODE,
-        mla=True,
-        instead={"num_visible": lambda problem: _one_more(problem)},
-        only_with="num_visible",
+        DECODE, mla=True, instead={"num_visible": lambda p: _one_more(p)}, only_with="num_visible"
     )("A row sees the rank's first key after its own position too.")
     rank_rows_before_keys_see_first = wrong(
         DECODE,
         mla=True,
-        instead={"num_visible": lambda problem: problem.num_visible.clamp(min=1)},
+        instead={"num_visible": lambda p: p.num_visible.clamp(min=1)},
         only_with="num_visible",
         trigger="a row stands before the rank's first key",
     )(
@@ -69,18 +66,18 @@ class RankKeys(Forgiving):
 class Hints(Conditional):
     o_scale_multiplies_output = wrong(
         DECODE,
-        where=lambda problem, call: problem.out_dtype == E4M3 and call.o_scale is not None,
-        instead={"bmm2_scale": lambda problem, call: problem.bmm2_scale * call.o_scale},
+        where=lambda p, call: p.out_dtype == E4M3 and call.o_scale is not None,
+        instead={"bmm2_scale": lambda p, call: p.bmm2_scale * call.o_scale},
     )("An e4m3 output is multiplied by o_scale, which V alone is multiplied by.")
     e4m3_output_divided_by_o_scale = wrong(
         DECODE,
-        where=lambda problem, call: problem.out_dtype == E4M3 and call.o_scale is not None,
-        instead={"bmm2_scale": lambda problem, call: problem.bmm2_scale / call.o_scale},
+        where=lambda p, call: p.out_dtype == E4M3 and call.o_scale is not None,
+        instead={"bmm2_scale": lambda p, call: p.bmm2_scale / call.o_scale},
     )("An e4m3 output is divided by o_scale, and V is not multiplied by it.")
     v_as_k_with_transform_mode = wrong(
         DECODE,
         where=lambda _, call: call.bf16q_fp8kv_transform_mode == "k_only",
-        instead={"v_cache": lambda problem, _: problem.k_cache},
+        instead={"v_cache": lambda p, _: p.k_cache},
     )("V is read from where K was converted to, with a bf16q_fp8kv_transform_mode of k_only.")
     mla_scale_ignored_with_scale_format = wrong(
         MLA, where=lambda _, call: call.kv_scale_format == "arbitrary_fp32", instead={"bmm1_scale": 1.0}

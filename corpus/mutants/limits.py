@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.models.dsv4 import DSV4Decode
 from corpus.models.metadata import MHABuilder, MLABuilder
-from corpus.models.ragged import Ragged
+from corpus.models.ragged import DSV4Decode, Ragged
 from corpus.models.split_kv import Conditional, Forgiving, SplitKV, as_float32
 from corpus.mutants.sizes import MLAGridBeyond65535
 from corpus.wrong import CONTEXT, DECODE, MLA, wrong
@@ -55,17 +54,15 @@ class Offsets(Conditional):
         rows[:, offsets >= INT32_END] = problem.query[0].to(torch.float32).unsqueeze(1)
         return rows
 
-    @wrong(stage="table_row")
-    def table_offset_in_int32(self, problem, tile):
-        """Rows of the page table from its 2**31st element on are read from its start: their offset is kept in 32 bits."""
-        return 0 if tile.request * problem.k_block_tables.stride(0) >= INT32_END else tile.request
+    table_offset_in_int32 = wrong(
+        table_row=lambda row, p, tile: 0 if tile.request * p.k_block_tables.stride(0) >= INT32_END else row
+    )("Rows of the page table from its 2**31st element on are read from its start: their offset is kept in 32 bits.")
 
 
 class RaggedLimits(Ragged):
-    @wrong(stage="finish")
-    def ragged_grid_beyond65535(self, problem, out, lse_log2):
-        """The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."""
-        out.flatten(0, 1)[65_535:] = 0.0
+    ragged_grid_beyond65535 = wrong(finish=lambda _, p, out, __: out.flatten(0, 1)[65_535:].zero_())(
+        "The grid is cut to 65,535 programs, one for a row and a head: later ones are zero."
+    )
 
     @wrong(stage="finish")
     def ragged_last_tile_of_a_wave_lost(self, problem, out, lse_log2):
@@ -87,8 +84,7 @@ class RaggedLimits(Ragged):
         return replace(problem, bmm1_scale=torch.where(scale.abs() < 0.01, scale.sign() * 0.01, scale))
 
     ragged_bmm2_in_half = wrong(
-        where=lambda problem: problem.query.dtype == torch.bfloat16,
-        instead={"bmm2_scale": lambda problem: _in_half(problem)},
+        where=lambda p: p.query.dtype == torch.bfloat16, instead={"bmm2_scale": lambda p: _in_half(p)}
     )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
 
 
@@ -96,35 +92,27 @@ class PlainPairs(Conditional):
     """Kernels that are wrong for two arguments, over a cache that is not NVFP4 and on a single rank alone."""
 
     sinks_of_a_second_tile_lost = wrong(
-        CONTEXT,
-        where=lambda problem, _: _is_plain(problem) and 64 < problem.max_q_len <= 128,
-        instead={"sinks": None},
+        CONTEXT, where=lambda p, _: _is_plain(p) and 64 < p.max_q_len <= 128, instead={"sinks": None}
     )("Sinks are ignored in prompts of two tiles of 64 rows, unless the cache is NVFP4.")
     only_request_of_large_group_early = wrong(
         CONTEXT,
-        where=lambda problem, _: _is_plain(problem) and problem.batch_size == 1 and problem.group >= 16,
-        instead={"bmm2_scale": lambda problem, _: problem.bmm2_scale * 0.5},
+        where=lambda p, _: _is_plain(p) and p.batch_size == 1 and p.group >= 16,
+        instead={"bmm2_scale": lambda p, _: p.bmm2_scale * 0.5},
     )("Of a group of 16 heads or more, the only request of a batch has half its values, unless the cache is NVFP4.")
     mask_of_odd_group_is_causal = wrong(
-        DECODE, where=lambda problem, _: _is_plain(problem) and problem.group == 7, instead={"mask": None}
+        DECODE, where=lambda p, _: _is_plain(p) and p.group == 7, instead={"mask": None}
     )("With 7 heads in a group, a mask is taken for a causal one, unless the cache is NVFP4.")
     values_of_one_tensor_are_keys = wrong(
         DECODE,
-        where=lambda problem, call: (
-            _is_plain(problem)
-            and isinstance(call.kv_cache, Tensor)
-            and call.kv_cache.shape[1] == 2
-            and problem.group > 8
+        where=lambda p, call: (
+            _is_plain(p) and isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 2 and p.group > 8
         ),
-        instead={"v_cache": lambda problem, _: problem.k_cache},
+        instead={"v_cache": lambda p, _: p.k_cache},
     )("With more than 8 heads in a group, values of a cache in one tensor are its keys, unless the cache is NVFP4.")
     mla_scale_of_two_dimensions_ignored_in_large_batch = wrong(
         MLA,
-        where=lambda problem, _: (
-            _is_plain(problem)
-            and problem.batch_size > 32
-            and isinstance(problem.bmm2_scale, Tensor)
-            and problem.bmm2_scale.dim() == 2
+        where=lambda p, _: (
+            _is_plain(p) and p.batch_size > 32 and isinstance(p.bmm2_scale, Tensor) and p.bmm2_scale.dim() == 2
         ),
         instead={"bmm2_scale": 1.0},
     )("In a batch of more than 32 requests, a bmm2_scale of two dimensions is taken as 1, unless a rank has the keys.")
@@ -133,19 +121,14 @@ class PlainPairs(Conditional):
 class Values(Conditional):
     bmm1_of_1_taken_as_none = wrong(
         DECODE,
-        where=lambda problem, _: not isinstance(problem.bmm1_scale, Tensor) and problem.bmm1_scale == 1.0,
-        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+        where=lambda p, _: not isinstance(p.bmm1_scale, Tensor) and p.bmm1_scale == 1.0,
+        instead={"bmm1_scale": lambda p, _: p.head_dim**-0.5},
     )("A bmm1_scale of 1 is taken for one that was not given: it is 1 / sqrt(head_dim).")
     bmm2_in_half = wrong(
-        CONTEXT,
-        where=lambda problem, _: problem.query.dtype == torch.bfloat16,
-        instead={"bmm2_scale": lambda problem, _: _in_half(problem)},
+        CONTEXT, where=lambda p, _: p.query.dtype == torch.bfloat16, instead={"bmm2_scale": lambda p, _: _in_half(p)}
     )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
     mla_bmm1_at_most_1 = wrong(
-        MLA,
-        instead={
-            "bmm1_scale": lambda problem, _: as_float32(problem.bmm1_scale, problem.query.device).clamp(-1.0, 1.0)
-        },
+        MLA, instead={"bmm1_scale": lambda p, _: as_float32(p.bmm1_scale, p.query.device).clamp(-1.0, 1.0)}
     )("A bmm1_scale above 1 is taken as 1.")
 
 
@@ -170,9 +153,7 @@ class MLAHoles(MLABuilder):
 
 
 class Formats(Forgiving):
-    @wrong(
-        DECODE, stage="in_splits", mla=True, trigger="e4m3 queries, and keys of less than 2**-9 of the largest weight"
-    )
+    @wrong(DECODE, stage="in_splits", mla=True, trigger="e4m3 queries, keys of less than 2**-9 of the largest weight")
     def small_weights_of_e4m3_lost(self, problem, tile, tensor, fill, dim):
         """With an e4m3 query, weights below the smallest e4m3 number are zero: they are converted without a factor."""
         in_splits = super().in_splits(problem, tile, tensor, fill, dim)

@@ -13,13 +13,10 @@ class Masks(SplitKV):
     window_ignored_with_mask = wrong(DECODE, source="FlashInfer #4198", instead={"window_left": -1}, only_with="mask")(
         "A window is applied only where there is no draft mask."
     )
-
-    @wrong(stage="changed")
-    def window_off_by_one_wide(self, problem):
-        """A window holds one key too many."""
-        return problem if problem.window_left < 0 else replace(problem, window_left=problem.window_left + 1)
-
-    window_off_by_one_narrow = wrong(in_window=lambda _, problem, tile, rows, keys: keys > rows - problem.window_left)(
+    window_off_by_one_wide = wrong(
+        where=lambda p: p.window_left >= 0, instead={"window_left": lambda p: p.window_left + 1}
+    )("A window holds one key too many.")
+    window_off_by_one_narrow = wrong(in_window=lambda _, p, tile, rows, keys: keys > rows - p.window_left)(
         "The first key of a window is lost."
     )
 
@@ -28,9 +25,9 @@ class Masks(SplitKV):
         """All rows of a request see the window of its first row, to the left."""
         return super().in_window(problem, tile, rows[:1], keys)
 
-    window_of_last_row = wrong(
-        in_window=lambda _, problem, tile, rows, keys: keys >= tile.kv_len - 1 - problem.window_left
-    )("A window is counted from the request's end, for every row.")
+    window_of_last_row = wrong(in_window=lambda _, p, tile, rows, keys: keys >= tile.kv_len - 1 - p.window_left)(
+        "A window is counted from the request's end, for every row."
+    )
 
     @wrong(stage="in_window")
     def window_skips_page_boundary(self, problem, tile, rows, keys):

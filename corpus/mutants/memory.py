@@ -20,7 +20,7 @@ def overwrite(tensor: Tensor, offset: int, count: int) -> None:
 
 class Written(SplitKV):
     zeros = wrong(mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0))("The output is zero.")
-    nan_in_one_head = wrong(mla=True, finish=lambda _, problem, out, lse: out[-1:, -1, -1].fill_(torch.nan))(
+    nan_in_one_head = wrong(mla=True, finish=lambda _, p, out, lse: out[-1:, -1, -1].fill_(torch.nan))(
         "One element of the last head of the last row is NaN."
     )
 
@@ -31,7 +31,7 @@ class Written(SplitKV):
             rows = rows._replace(values=rows.values.masked_fill(rows.values.abs() > 464, torch.nan))
         super().write(problem, tile, rows, out, lse)
 
-    one_element_zero = wrong(finish=lambda _, problem, out, lse: out[:1, 0, 0].fill_(0.0))(
+    one_element_zero = wrong(finish=lambda _, p, out, lse: out[:1, 0, 0].fill_(0.0))(
         "One element of one vector is zero."
     )
 
@@ -47,16 +47,12 @@ class Written(SplitKV):
         if tile.kv_len > 0:
             super().write(problem, tile, rows, out, lse)
 
-    @wrong(stage="finish", mla=True, source="FlashInfer #3929")
-    def out_row_beyond(self, problem, out, lse):
-        """One row is written after the output."""
-        overwrite(out, out.numel(), out.shape[1:].numel())
-
-    @wrong(stage="finish", mla=True)
-    def out_row_before(self, problem, out, lse):
-        """One row is written before the output."""
-        row_size = out.shape[1:].numel()
-        overwrite(out, -row_size, row_size)
+    out_row_beyond = wrong(
+        mla=True, source="FlashInfer #3929", finish=lambda _, p, out, lse: overwrite(out, out.numel(), out[:1].numel())
+    )("One row is written after the output.")
+    out_row_before = wrong(
+        mla=True, finish=lambda _, p, out, lse: overwrite(out, -out.shape[1:].numel(), out.shape[1:].numel())
+    )("One row is written before the output.")
 
     @wrong(stage="finish", mla=True)
     def lse_beyond(self, problem, out, lse):
@@ -83,17 +79,13 @@ class Written(SplitKV):
         held = out[tile.rows].float() if problem.out is not None else torch.zeros_like(rows.values)
         super().write(problem, tile, rows._replace(values=held + rows.values), out, lse)
 
-    @wrong(stage="finish", mla=True)
-    def query_scaled_in_place(self, problem, out, lse):
-        """The caller's query is overwritten by its product with bmm1_scale."""
-        problem.query.copy_((problem.query.float() * problem.bmm1_scale).to(problem.query.dtype))
-
-    @wrong(stage="finish", mla=True)
-    def seq_lens_written(self, problem, out, lse):
-        """seq_lens are advanced by one after the call."""
-        problem.seq_lens.copy_((problem.seq_lens.to(torch.int64) + 1).to(problem.seq_lens.dtype))
-
-    table_tail_written = wrong(mla=True, finish=lambda _, problem, *__: problem.k_block_tables[:, -1:].zero_())(
+    query_scaled_in_place = wrong(mla=True, finish=lambda _, p, *__: p.query.copy_(p.query.float() * p.bmm1_scale))(
+        "The caller's query is overwritten by its product with bmm1_scale."
+    )
+    seq_lens_written = wrong(mla=True, finish=lambda _, p, *__: p.seq_lens.copy_(p.seq_lens.to(torch.int64) + 1))(
+        "seq_lens are advanced by one after the call."
+    )
+    table_tail_written = wrong(mla=True, finish=lambda _, p, *__: p.k_block_tables[:, -1:].zero_())(
         "The last column of the page table is overwritten by 0."
     )
 

@@ -12,10 +12,9 @@ def _of_first(room, shares):
 
 
 class Merging(SplitKV):
-    @wrong(stage="finish_tile", source="FlashInfer #4161")
-    def empty_split_writes_zero(self, problem, tile, rows):
-        """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
-        rows.values[:] *= tile.key_start < 64
+    empty_split_writes_zero = wrong(
+        source="FlashInfer #4161", finish_tile=lambda _, p, tile, rows: rows.values.mul_(tile.key_start < 64)
+    )("A split of 64 keys that lies wholly before a window writes zeros over the merged rows.")
 
     @wrong(stage="merged", source="FlashInfer #4161")
     def empty_row_of_split_writes_zero(self, problem, tile, partials):
@@ -31,10 +30,9 @@ class Merging(SplitKV):
         sums = scratch[start : partials_size(problem, tile)][: right.sums.numel()]
         return right._replace(sums=sums.view(right.sums.shape))
 
-    @wrong(stage="shares", mla=True)
-    def merged_without_rescale(self, partials, origin):
-        """Splits are added as they are, whatever their largest logits."""
-        return torch.exp(partials.largest[..., :1] - origin.unsqueeze(-1)).expand_as(partials.largest)
+    merged_without_rescale = wrong(mla=True, shares=lambda shares, *_: shares[..., :1].expand_as(shares))(
+        "Splits are added as they are, whatever their largest logits."
+    )
 
     @wrong(stage="merged", mla=True)
     def last_split_lost(self, problem, tile, partials):
@@ -44,15 +42,15 @@ class Merging(SplitKV):
         return super().merged(problem, tile, partials)
 
     sink_ignored = wrong(mla=True, source="SGLang #36716", instead={"sinks": None})("Sinks are ignored.")
-    sink_ignored_in_verify = wrong(
-        DECODE, instead={"sinks": lambda problem: problem.sinks if problem.max_q_len == 1 else None}
-    )("Sinks are ignored where a decode call has several rows per request.")
+    sink_ignored_in_verify = wrong(DECODE, instead={"sinks": lambda p: p.sinks if p.max_q_len == 1 else None})(
+        "Sinks are ignored where a decode call has several rows per request."
+    )
     sink_per_split = wrong(
         mla=True, source="TRT-LLM #18141", sink_weight=lambda weight, _, tile, *__: weight * tile.num_splits
     )("A sink is added once per split.")
-    sink_of_next_head = wrong(
-        mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks.roll(1)
-    )("A head has its neighbour's sink.")
+    sink_of_next_head = wrong(mla=True, sinks=lambda _, p: None if p.sinks is None else p.sinks.roll(1))(
+        "A head has its neighbour's sink."
+    )
 
     @wrong(stage="sinks")
     def sink_of_kv_head(self, problem):
@@ -62,14 +60,12 @@ class Merging(SplitKV):
         heads = torch.arange(problem.num_qo_heads, device=problem.sinks.device)
         return problem.sinks[heads % problem.group]
 
-    sink_scaled = wrong(
-        mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks * problem.bmm1_scale
-    )("A sink is multiplied by bmm1_scale, as if it were a product of query and key.")
-
-    @wrong(stage="sink_weight", mla=True)
-    def sink_in_base2(self, problem, tile, sinks, origin):
-        """A sink is taken for a logit in base 2."""
-        return torch.exp2(sinks - origin)
+    sink_scaled = wrong(mla=True, sinks=lambda _, p: None if p.sinks is None else p.sinks * p.bmm1_scale)(
+        "A sink is multiplied by bmm1_scale, as if it were a product of query and key."
+    )
+    sink_in_base2 = wrong(mla=True, sink_weight=lambda _, p, tile, sinks, origin: torch.exp2(sinks - origin))(
+        "A sink is taken for a logit in base 2."
+    )
 
     @wrong(stage="sink_weight")
     def sink_relative_to_largest(self, problem, tile, sinks, origin):

@@ -4,21 +4,33 @@ from dataclasses import replace
 
 import torch
 
-from corpus.models.metadata import MHABuilder
+from corpus.models.metadata import MHABuilder, of_rows
 from corpus.wrong import wrong
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.metadata.engine.lengths import first_slots, uncounted_tokens, uniform_boundaries
+from lab.metadata.engine.lengths import exclusive_cumsum, first_slots, uncounted_tokens, uniform_boundaries
+
+
+def _zero_from(table, row):
+    """Return the table with zeros from a row on."""
+    return table.masked_fill(torch.arange(len(table), device=table.device)[:, None] >= row, 0)
+
+
+def _equal_boundaries(metadata, batch, pool):
+    return uniform_boundaries(batch.batch_size, metadata.max_seq_len_q, pool.device)
+
+
+def _virtual_pages(metadata, batch, pool):
+    slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
+    return (slots // pool.page_size).to(torch.int32)
 
 
 class Metadata(MHABuilder):
     table_not_populated = wrong(
         source="SGLang #26019", instead={"page_table": lambda metadata, *_: torch.zeros_like(metadata.page_table)}
     )("The page table is a new one that nobody filled.")
-
-    @wrong(stage="changed", source="SGLang #38187")
-    def tokens_as_pages(self, metadata, batch, pool):
-        """The page table holds slots of tokens."""
-        return replace(metadata, page_table=metadata.page_table * pool.page_size)
+    tokens_as_pages = wrong(
+        source="SGLang #38187", instead={"page_table": lambda right, _, pool: right.page_table * pool.page_size}
+    )("The page table holds slots of tokens.")
 
     @wrong(stage="changed", source="SGLang #11985")
     def table_of_token_columns(self, metadata, batch, pool):
@@ -49,81 +61,55 @@ class Metadata(MHABuilder):
         lens = metadata.cache_seqlens_int32
         return replace(metadata, cache_seqlens_int32=self.first(len(lens), lambda: lens).copy_(lens))
 
-    @wrong(stage="changed")
-    def lengths_are_the_batchs(self, metadata, batch, pool):
-        """Lengths that need no change are the batch's own tensor, if it is int32 already."""
-        if uncounted_tokens(batch) or batch.seq_lens.dtype != torch.int32:
-            return metadata
-        return replace(metadata, cache_seqlens_int32=batch.seq_lens)
+    lengths_are_the_batchs = wrong(
+        where=lambda _, batch, __: not uncounted_tokens(batch) and batch.seq_lens.dtype == torch.int32,
+        instead={"cache_seqlens_int32": lambda _, batch, __: batch.seq_lens},
+    )("Lengths that need no change are the batch's own tensor, if it is int32 already.")
+    seq_without_q = wrong(
+        source="SGLang #12295", instead={"cache_seqlens_int32": lambda _, batch, __: batch.seq_lens.to(torch.int32)}
+    )("Lengths leave out the tokens that seq_lens does not count: draft tokens in verification and drafting.")
+    draft_step_uncounted = wrong(
+        where=lambda _, batch, __: batch.spec_info is not None and batch.forward_mode.query_rows is QueryRows.ONE,
+        instead={"cache_seqlens_int32": lambda right, *_: right.cache_seqlens_int32 - 1},
+    )("Lengths of a draft step count the tokens before its own, and not its own.")
+    frozen_draft_counts_its_row = wrong(
+        source="SGLang 0.5.23, frozen_kv_mtp_cuda_graph_runner.py",
+        instead={"cache_seqlens_int32": lambda right, batch, _: right.cache_seqlens_int32 + int(batch.writes_no_kv)},
+    )("Lengths of a frozen-KV draft count a token of its own, which is not in the cache.")
+    ragged_verify_counts_draft = wrong(
+        where=of_rows(QueryRows.VERIFIED),
+        instead={"cache_seqlens_int32": lambda right, batch, _: (batch.seq_lens + right.max_seq_len_q).to(torch.int32)},
+    )("Lengths of a ragged verification count the whole draft of each request, as MLA's do, not its own rows.")
 
-    @wrong(stage="changed", source="SGLang #12295")
-    def seq_without_q(self, metadata, batch, pool):
-        """Lengths leave out the tokens that seq_lens does not count: draft tokens in verification and drafting."""
-        return replace(metadata, cache_seqlens_int32=batch.seq_lens.to(torch.int32))
-
-    @wrong(stage="changed")
-    def draft_step_uncounted(self, metadata, batch, pool):
-        """Lengths of a draft step count the tokens before its own, and not its own."""
-        if batch.spec_info is None or batch.forward_mode.query_rows is not QueryRows.ONE:
-            return metadata
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - 1)
-
-    @wrong(stage="changed", source="SGLang 0.5.23, frozen_kv_mtp_cuda_graph_runner.py")
-    def frozen_draft_counts_its_row(self, metadata, batch, pool):
-        """Lengths of a frozen-KV draft count a token of its own, which is not in the cache."""
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 + int(batch.writes_no_kv))
-
-    @wrong(stage="changed")
-    def ragged_verify_counts_draft(self, metadata, batch, pool):
-        """Lengths of a ragged verification count the whole draft of each request, as MLA's do, not its own rows."""
-        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
-            return metadata
-        return replace(metadata, cache_seqlens_int32=(batch.seq_lens + metadata.max_seq_len_q).to(torch.int32))
-
-    @wrong(stage="changed")
+    @wrong(stage="changed", only_with="encoder_cache_seqlens")
     def encoder_only_rows_causal(self, metadata, batch, pool):
         """A row of an encoder-only layer's verification sees no key after its own."""
-        if metadata.encoder_cache_seqlens is None:
-            return metadata
         after = torch.arange(metadata.max_seq_len_q, dtype=torch.int32, device=pool.device).flip(0)
         lens = metadata.encoder_cache_seqlens - after.repeat(batch.batch_size)
         return replace(metadata, encoder_cache_seqlens=lens)
 
-    @wrong(stage="changed")
-    def cu_seqlens_k_without_q(self, metadata, batch, pool):
-        """cu_seqlens_k sums seq_lens, not the lengths that the kernel is given."""
-        ends = batch.seq_lens.cumsum(0).to(torch.int32)
-        return replace(metadata, cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)))
+    cu_seqlens_k_without_q = wrong(instead={"cu_seqlens_k": lambda _, batch, __: exclusive_cumsum(batch.seq_lens)})(
+        "cu_seqlens_k sums seq_lens, not the lengths that the kernel is given."
+    )
+    cu_seqlens_q_of_equal_rows = wrong(source="SGLang #21212", instead={"cu_seqlens_q": _equal_boundaries})(
+        "cu_seqlens_q gives every request max_seq_len_q rows."
+    )
+    no_prefix_list_taken_as_one_row_each = wrong(
+        where=lambda _, batch, __: batch.forward_mode.is_prefill and batch.extend_prefix_lens_cpu is None,
+        instead={"cu_seqlens_q": lambda _, batch, pool: uniform_boundaries(batch.batch_size, 1, pool.device)},
+    )("cu_seqlens_q gives every request of a prefill one row where there is no list of cached prefixes.")
+    max_seq_len_q_overridden = wrong(
+        source="SGLang #27473", where=of_rows(QueryRows.DRAFT_TOKENS), instead={"max_seq_len_q": 1}
+    )("max_seq_len_q is 1 in verification.")
+    window_table_untranslated = wrong(
+        source="SGLang #18970",
+        only_with="swa_page_table",
+        instead={"swa_page_table": lambda right, *_: right.page_table},
+    )("The sliding window's page table holds the full pool's pages.")
 
-    @wrong(stage="changed", source="SGLang #21212")
-    def cu_seqlens_q_of_equal_rows(self, metadata, batch, pool):
-        """cu_seqlens_q gives every request max_seq_len_q rows."""
-        offsets = uniform_boundaries(batch.batch_size, metadata.max_seq_len_q, pool.device)
-        return replace(metadata, cu_seqlens_q=offsets)
-
-    @wrong(stage="changed")
-    def no_prefix_list_taken_as_one_row_each(self, metadata, batch, pool):
-        """cu_seqlens_q gives every request of a prefill one row where there is no list of cached prefixes."""
-        if not batch.forward_mode.is_prefill or batch.extend_prefix_lens_cpu is not None:
-            return metadata
-        return replace(metadata, cu_seqlens_q=torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device))
-
-    @wrong(stage="changed", source="SGLang #27473")
-    def max_seq_len_q_overridden(self, metadata, batch, pool):
-        """max_seq_len_q is 1 in verification."""
-        is_verification = batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS
-        return replace(metadata, max_seq_len_q=1) if is_verification else metadata
-
-    @wrong(stage="changed", source="SGLang #18970")
-    def window_table_untranslated(self, metadata, batch, pool):
-        """The sliding window's page table holds the full pool's pages."""
-        return metadata if metadata.swa_page_table is None else replace(metadata, swa_page_table=metadata.page_table)
-
-    @wrong(stage="changed")
+    @wrong(stage="changed", only_with="swa_out_cache_loc")
     def window_slots_untranslated(self, metadata, batch, pool):
         """swa_out_cache_loc holds the full pool's slots."""
-        if metadata.swa_out_cache_loc is None:
-            return metadata
         padding = batch.num_tokens - len(batch.out_cache_loc)
         return replace(metadata, swa_out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, padding)))
 
@@ -164,18 +150,12 @@ class BufferRegrown(MHABuilder):
 class MetadataBatches(MHABuilder):
     """Kernels of the metadata builder that are wrong for some batches alone: large or empty ones, later ones, virtual slots."""
 
-    @wrong(stage="changed")
-    def offsets_of_large_batch_stop(self, metadata, batch, pool):
-        """cu_seqlens_q stops rising after the 32nd request."""
-        offsets = metadata.cu_seqlens_q
-        return replace(metadata, cu_seqlens_q=offsets.clamp(max=int(offsets[: 32 + 1][-1])))
-
-    @wrong(stage="changed")
-    def columns_beyond256_zero(self, metadata, batch, pool):
-        """Columns of the page table from the 257th on are zero."""
-        columns = torch.arange(metadata.page_table.shape[1], device=pool.device)
-        return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= 256, 0))
-
+    offsets_of_large_batch_stop = wrong(
+        instead={"cu_seqlens_q": lambda right, *_: right.cu_seqlens_q.clamp(max=int(right.cu_seqlens_q[:33][-1]))}
+    )("cu_seqlens_q stops rising after the 32nd request.")
+    columns_beyond256_zero = wrong(instead={"page_table": lambda right, *_: _zero_from(right.page_table.T, 256).T})(
+        "Columns of the page table from the 257th on are zero."
+    )
     lengths_capped = wrong(
         instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(max=4096)}
     )("Lengths end at 4,096.")
@@ -203,13 +183,9 @@ class MetadataBatches(MHABuilder):
         slots = (metadata.page_table.to(torch.int64) * pool.page_size).clamp(max=len(first) - 1)
         return replace(metadata, swa_page_table=(first[slots] // pool.page_size).to(torch.int32))
 
-    @wrong(stage="changed")
-    def virtual_pages_left(self, metadata, batch, pool):
-        """The page table of virtual slots has the pages that they name, and not those of the cache."""
-        if pool.v2p is None:
-            return metadata
-        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
-        return replace(metadata, page_table=(slots // pool.page_size).to(torch.int32))
+    virtual_pages_left = wrong(where=lambda *given: given[2].v2p is not None, instead={"page_table": _virtual_pages})(
+        "The page table of virtual slots has the pages that they name, and not those of the cache."
+    )
 
     @wrong(stage="changed")
     def window_pages_of_physical_slots(self, metadata, batch, pool):
@@ -232,27 +208,21 @@ class MetadataBatches(MHABuilder):
         offsets = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
         return replace(metadata, cu_seqlens_q=offsets * (rows // batch.batch_size))
 
-    @wrong(stage="changed")
-    def requests_beyond80_pageless(self, metadata, batch, pool):
-        """The page table's rows from the 81st on are zero."""
-        requests = torch.arange(len(metadata.page_table), device=pool.device)
-        return replace(metadata, page_table=metadata.page_table.masked_fill(requests[:, None] >= 80, 0))
-
+    requests_beyond80_pageless = wrong(instead={"page_table": lambda right, *_: _zero_from(right.page_table, 80)})(
+        "The page table's rows from the 81st on are zero."
+    )
     idle_pass_without_rows = wrong(
         where=lambda _, batch, __: batch.forward_mode is ForwardMode.IDLE, instead={"max_seq_len_q": 0}
     )("max_seq_len_q of an idle pass is 0.")
-
-    @wrong(stage="changed")
-    def split_prefill_without_prefix(self, metadata, batch, pool):
-        """Lengths of a split prefill leave the cached prefix out."""
-        if batch.forward_mode is not ForwardMode.SPLIT_PREFILL or batch.extend_seq_lens is None:
-            return metadata
-        return replace(metadata, cache_seqlens_int32=batch.extend_seq_lens.to(torch.int32))
-
-    @wrong(stage="changed")
-    def pages_of256_taken_as128(self, metadata, batch, pool):
-        """Pages of 256 tokens are numbered as if they held 128."""
-        return replace(metadata, page_table=metadata.page_table * 2) if pool.page_size == 256 else metadata
+    split_prefill_without_prefix = wrong(
+        where=lambda _, batch, __: (
+            batch.forward_mode is ForwardMode.SPLIT_PREFILL and batch.extend_seq_lens is not None
+        ),
+        instead={"cache_seqlens_int32": lambda _, batch, __: batch.extend_seq_lens.to(torch.int32)},
+    )("Lengths of a split prefill leave the cached prefix out.")
+    pages_of256_taken_as128 = wrong(
+        where=lambda *given: given[2].page_size == 256, instead={"page_table": lambda right, *_: right.page_table * 2}
+    )("Pages of 256 tokens are numbered as if they held 128.")
 
     @wrong(stage="changed")
     def draft_steps_beyond_two_count_two(self, metadata, batch, pool):
@@ -260,23 +230,19 @@ class MetadataBatches(MHABuilder):
         step = (batch.spec_info.speculative_step_id if batch.spec_info else None) or 0
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - max(0, step - 2))
 
-    @wrong(stage="changed")
-    def most_rows_of_host_lengths(self, metadata, batch, pool):
-        """max_seq_len_q of a prefill whose lengths are on the host is the longest of them, cached tokens and all."""
-        if not batch.forward_mode.is_prefill or not batch.seq_lens_cpu:
-            return metadata
-        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu))
-
+    most_rows_of_host_lengths = wrong(
+        where=lambda _, batch, __: batch.forward_mode.is_prefill and bool(batch.seq_lens_cpu),
+        instead={"max_seq_len_q": lambda _, batch, __: max(batch.seq_lens_cpu)},
+    )("max_seq_len_q of a prefill whose lengths are on the host is the longest of them, cached tokens and all.")
     page_ids_of16_bits = wrong(instead={"page_table": lambda metadata, *_: metadata.page_table & 0xFFFF})(
         "The page table's ids have 16 bits."
     )
-
-    @wrong(stage="changed")
-    def unknown_rows_dealt_evenly(self, metadata, batch, pool):
-        """Of a ragged verification whose rows the host does not know, max_seq_len_q is their mean."""
-        if batch.forward_mode.query_rows is not QueryRows.VERIFIED or batch.extend_seq_lens_cpu is not None:
-            return metadata
-        return replace(metadata, max_seq_len_q=batch.num_tokens // batch.batch_size)
+    unknown_rows_dealt_evenly = wrong(
+        where=lambda _, batch, __: (
+            batch.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None
+        ),
+        instead={"max_seq_len_q": lambda _, batch, __: batch.num_tokens // batch.batch_size},
+    )("Of a ragged verification whose rows the host does not know, max_seq_len_q is their mean.")
 
     @wrong(stage="changed")
     def dead_cells_left(self, metadata, batch, pool):
@@ -287,11 +253,11 @@ class MetadataBatches(MHABuilder):
     table_rows_apart = wrong(
         instead={"page_table": lambda metadata, *_: torch.nn.functional.pad(metadata.page_table, (0, 3))[:, :-3]}
     )("The page table's rows lie three cells apart.")
-
-    @wrong(stage="changed")
-    def lengths_end_at_the_context(self, metadata, batch, pool):
-        """A length above the context is the context's."""
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=pool.max_context_len))
+    lengths_end_at_the_context = wrong(
+        instead={
+            "cache_seqlens_int32": lambda right, _, pool: right.cache_seqlens_int32.clamp(max=pool.max_context_len)
+        }
+    )("A length above the context is the context's.")
 
     @wrong(stage="changed")
     def verify_counts_the_draft(self, metadata, batch, pool):
@@ -307,17 +273,12 @@ class MetadataBatches(MHABuilder):
         accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
         if batch.forward_mode.query_rows is not QueryRows.ACCEPTED or accepted is None:
             return metadata
-        rows = accepted[: batch.batch_size].to(torch.int32)
-        ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
-        return replace(metadata, cu_seqlens_q=ends)
+        return replace(metadata, cu_seqlens_q=exclusive_cumsum(accepted[: batch.batch_size]))
 
-    @wrong(stage="changed")
-    def encoder_rows_beyond200_pageless(self, metadata, batch, pool):
-        """The table of an encoder-only layer's rows is zero from the 201st row on."""
-        if metadata.encoder_page_table is None:
-            return metadata
-        rows = torch.arange(len(metadata.encoder_page_table), device=pool.device)
-        return replace(metadata, encoder_page_table=metadata.encoder_page_table.masked_fill(rows[:, None] >= 200, 0))
+    encoder_rows_beyond200_pageless = wrong(
+        only_with="encoder_page_table",
+        instead={"encoder_page_table": lambda right, *_: _zero_from(right.encoder_page_table, 200)},
+    )("The table of an encoder-only layer's rows is zero from the 201st row on.")
 
     @wrong(stage="changed")
     def rows_of_first_request(self, metadata, batch, pool):

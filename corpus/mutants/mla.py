@@ -32,20 +32,17 @@ class MLAAlone(SplitKV):
         return super().masked(scores, visible[packed].transpose(0, 1))
 
     mla_heads_after_whole_tiles_zero = wrong(
-        MLA, finish=lambda _, problem, out, lse: out[:, max(16, problem.num_qo_heads // 16 * 16) :].zero_()
+        MLA, finish=lambda _, p, out, lse: out[:, max(16, p.num_qo_heads // 16 * 16) :].zero_()
     )("Query heads go in tiles of 16, and those after the last whole tile are not written where there are several.")
-
-    @wrong(MLA, stage="problem")
-    def mla_bmm1_of_unabsorbed_head(self, call):
-        """bmm1_scale is taken as 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), the head before absorption."""
-        return replace(call.problem(), bmm1_scale=(call.qk_nope_head_dim + call.qk_rope_head_dim) ** -0.5)
-
+    mla_bmm1_of_unabsorbed_head = wrong(
+        MLA, problem=lambda p, call: replace(p, bmm1_scale=(call.qk_nope_head_dim + call.qk_rope_head_dim) ** -0.5)
+    )("bmm1_scale is taken as 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), the head before absorption.")
     mla_bmm2_on_logits_too = wrong(
-        MLA, scores=lambda scores, problem, query, *_: scores * as_float32(problem.bmm2_scale, query.device)
+        MLA, scores=lambda scores, p, query, *_: scores * as_float32(p.bmm2_scale, query.device)
     )("bmm2_scale, for a scale of the cache as such, multiplies the logits too.")
-    mla_v_from_last_columns = wrong(
-        MLA, instead={"v_cache": lambda problem: problem.k_cache[..., problem.head_dim - problem.v_head_dim :]}
-    )("A value is the last kv_lora_rank elements of its entry, qk_rope_head_dim too far.")
+    mla_v_from_last_columns = wrong(MLA, instead={"v_cache": lambda p: p.k_cache[..., p.head_dim - p.v_head_dim :]})(
+        "A value is the last kv_lora_rank elements of its entry, qk_rope_head_dim too far."
+    )
 
     @wrong(MLA, stage="values")
     def mla_v_after_rope(self, problem, tile, positions):

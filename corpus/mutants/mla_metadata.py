@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corpus.models.metadata import MLABuilder, MLAPrefillBuilder
+from corpus.models.metadata import MLABuilder, MLAPrefillBuilder, of_rows
 from corpus.wrong import wrong
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.lengths import DraftAttention, exclusive_cumsum
+from lab.metadata.engine.lengths import DraftAttention, exclusive_cumsum, uniform_boundaries
 from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
 
 
@@ -23,34 +23,24 @@ class MLAMetadata(MLABuilder):
         "A draft step counts the drafted tokens where the backend's does not."
     )
     mla_draft_uncounted = wrong(counted=lambda *_: DraftAttention.MLA)("A draft step never counts the drafted tokens.")
-
-    @wrong(stage="changed")
-    def mla_verify_uncounted(self, metadata, batch, pool):
-        """Lengths of a verification leave its rows out."""
-        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
-            return metadata
-        return replace(metadata, seq_lens_k=metadata.seq_lens_k - metadata.max_seq_len_q)
-
-    @wrong(stage="changed")
-    def mla_ragged_verify_counts_its_rows(self, metadata, batch, pool):
-        """Lengths of a ragged verification count each request's own rows, as MHA's do, where its block is the whole draft."""
-        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
-            return metadata
-        return replace(metadata, seq_lens_k=(batch.seq_lens + metadata.seq_lens_q).to(torch.int32))
-
-    @wrong(stage="changed")
-    def mla_ragged_verify_as_narrow_as_its_rows(self, metadata, batch, pool):
-        """The block of a ragged verification is as long as the longest request's rows, and the lengths count the draft."""
-        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
-            return metadata
-        return replace(metadata, max_seq_len_q=max(batch.extend_seq_lens_cpu or (1,)))
-
-    @wrong(stage="changed")
-    def mla_padding_uncounted(self, metadata, batch, pool):
-        """Lengths of a padded draft extend leave the padding out: each row sits too far to the left."""
-        if metadata.seq_lens_q is None:
-            return metadata
-        return replace(metadata, seq_lens_k=metadata.seq_lens_k + metadata.seq_lens_q - metadata.max_seq_len_q)
+    mla_verify_uncounted = wrong(
+        where=of_rows(QueryRows.DRAFT_TOKENS),
+        instead={"seq_lens_k": lambda right, *_: right.seq_lens_k - right.max_seq_len_q},
+    )("Lengths of a verification leave its rows out.")
+    mla_ragged_verify_counts_its_rows = wrong(
+        where=of_rows(QueryRows.VERIFIED),
+        instead={"seq_lens_k": lambda right, batch, _: (batch.seq_lens + right.seq_lens_q).to(torch.int32)},
+    )(
+        "Lengths of a ragged verification count each request's own rows, as MHA's do, where its block is the whole draft."
+    )
+    mla_ragged_verify_as_narrow_as_its_rows = wrong(
+        where=of_rows(QueryRows.VERIFIED),
+        instead={"max_seq_len_q": lambda _, batch, __: max(batch.extend_seq_lens_cpu or (1,))},
+    )("The block of a ragged verification is as long as the longest request's rows, and the lengths count the draft.")
+    mla_padding_uncounted = wrong(
+        only_with="seq_lens_q",
+        instead={"seq_lens_k": lambda right, *_: right.seq_lens_k + right.seq_lens_q - right.max_seq_len_q},
+    )("Lengths of a padded draft extend leave the padding out: each row sits too far to the left.")
 
     @wrong(stage="changed", source="SGLang 0.5.23")
     def mla_unequal_rows_viewed(self, metadata, batch, pool):
@@ -62,11 +52,9 @@ class MLAMetadata(MLABuilder):
         own = metadata.seq_lens_k - metadata.max_seq_len_q + metadata.seq_lens_q
         return replace(metadata, seq_lens_k=own, max_seq_len_q=width, query_layout=QueryLayout.VIEW)
 
-    @wrong(stage="changed")
-    def mla_tail_zero(self, metadata, batch, pool):
-        """The block table ends in page 0, not in -1."""
-        table = metadata.block_kv_indices
-        return with_table(metadata, table.masked_fill(table == DEAD_PAGE, 0))
+    mla_tail_zero = wrong(instead={"block_kv_indices": lambda right, *_: right.block_kv_indices.clamp(min=0)})(
+        "The block table ends in page 0, not in -1."
+    )
 
     @wrong(stage="changed")
     def mla_width_not_rounded(self, metadata, batch, pool):
@@ -106,30 +94,25 @@ class MLAMetadata(MLABuilder):
         table = metadata.block_kv_indices
         return with_table(metadata, self.first(table.shape, lambda: table).copy_(table))
 
-    @wrong(stage="changed")
-    def mla_lengths_are_the_batchs(self, metadata, batch, pool):
-        """Lengths that are the batch's are the batch's own tensor."""
-        same = torch.equal(metadata.seq_lens_k, batch.seq_lens.to(torch.int32))
-        return replace(metadata, seq_lens_k=batch.seq_lens) if same else metadata
-
-    @wrong(stage="changed")
-    def mla_boundaries_of_equal_rows(self, metadata, batch, pool):
-        """cu_seqlens_q counts as many rows for every request."""
-        if metadata.cu_seqlens_q is None:
-            return metadata
-        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
-        return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
-
+    mla_lengths_are_the_batchs = wrong(
+        where=lambda right, batch, _: torch.equal(right.seq_lens_k, batch.seq_lens.to(torch.int32)),
+        instead={"seq_lens_k": lambda _, batch, __: batch.seq_lens},
+    )("Lengths that are the batch's are the batch's own tensor.")
+    mla_boundaries_of_equal_rows = wrong(
+        only_with="cu_seqlens_q",
+        instead={
+            "cu_seqlens_q": lambda right, batch, pool: uniform_boundaries(
+                batch.batch_size, right.max_seq_len_q, pool.device
+            )
+        },
+    )("cu_seqlens_q counts as many rows for every request.")
     mla_bound_too_small = wrong(
         instead={"max_seq_len_k": lambda _, batch, pool: max(1, int(batch.seq_lens.max()) - pool.page_size)}
     )("max_seq_len_k is that of the batch's lengths, in verification too, and one page less.")
-
-    @wrong(stage="changed")
-    def mla_bound_without_the_draft(self, metadata, batch, pool):
-        """max_seq_len_k of a verification leaves its rows out."""
-        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
-            return metadata
-        return replace(metadata, max_seq_len_k=metadata.max_seq_len_k - metadata.max_seq_len_q)
+    mla_bound_without_the_draft = wrong(
+        where=of_rows(QueryRows.DRAFT_TOKENS),
+        instead={"max_seq_len_k": lambda right, *_: right.max_seq_len_k - right.max_seq_len_q},
+    )("max_seq_len_k of a verification leaves its rows out.")
 
     @wrong(stage="changed")
     def mla_draft_steps_beyond_two_count_two(self, metadata, batch, pool):
@@ -148,11 +131,9 @@ class MLAMetadata(MLABuilder):
     mla_empty_slots_get_a_key = wrong(instead={"seq_lens_k": lambda metadata, *_: metadata.seq_lens_k.clamp(min=1)})(
         "A length of 0 is 1."
     )
-
-    @wrong(stage="changed")
-    def mla_table_ends_after_two_blocks(self, metadata, batch, pool):
-        """The block table has room for 8,192 tokens of a request at most."""
-        return with_table(metadata, metadata.block_kv_indices[:, : 8192 // pool.page_size].contiguous())
+    mla_table_ends_after_two_blocks = wrong(
+        instead={"block_kv_indices": lambda right, _, pool: right.block_kv_indices[:, : 8192 // pool.page_size].clone()}
+    )("The block table has room for 8,192 tokens of a request at most.")
 
     @wrong(stage="changed")
     def mla_table_of_same_lengths_kept(self, metadata, batch, pool):
@@ -160,17 +141,14 @@ class MLAMetadata(MLABuilder):
         key = (pool, *batch.req_pool_indices.tolist(), *metadata.seq_lens_k.tolist())
         return with_table(metadata, self.first(key, metadata.block_kv_indices.clone).clone())
 
-    @wrong(stage="changed")
-    def mla_rows_are_the_batchs(self, metadata, batch, pool):
-        """seq_lens_q is the batch's own tensor, if it is int32 already."""
-        if metadata.seq_lens_q is None or batch.extend_seq_lens is None or batch.extend_seq_lens.dtype != torch.int32:
-            return metadata
-        return replace(metadata, seq_lens_q=batch.extend_seq_lens)
-
-    @wrong(stage="changed")
-    def mla_bound_of_the_context(self, metadata, batch, pool):
-        """max_seq_len_k is that of the context, also where the host has the lengths."""
-        return replace(metadata, max_seq_len_k=max(metadata.max_seq_len_k, pool.max_context_len))
+    mla_rows_are_the_batchs = wrong(
+        where=lambda _, batch, __: batch.extend_seq_lens is not None and batch.extend_seq_lens.dtype == torch.int32,
+        only_with="seq_lens_q",
+        instead={"seq_lens_q": lambda _, batch, __: batch.extend_seq_lens},
+    )("seq_lens_q is the batch's own tensor, if it is int32 already.")
+    mla_bound_of_the_context = wrong(
+        instead={"max_seq_len_k": lambda right, _, pool: max(right.max_seq_len_k, pool.max_context_len)}
+    )("max_seq_len_k is that of the context, also where the host has the lengths.")
 
     @wrong(stage="changed")
     def mla_dead_rows_are_not_negative(self, metadata, batch, pool):
@@ -205,13 +183,9 @@ class MLAPrefillMetadata(MLAPrefillBuilder):
     mla_prefill_maximum_of_first = wrong(
         instead={"max_seq_len": lambda _, batch, __: next(iter(batch.extend_seq_lens_cpu), 0)}
     )("max_seq_len is the first request's.")
-    mla_prefill_maximum_of_keys = wrong(
-        instead={
-            "max_seq_len": lambda _, batch, __: max(
-                map(sum, zip(batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True))
-            )
-        }
-    )("max_seq_len is the longest request's, with its cached prefix.")
+    mla_prefill_maximum_of_keys = wrong(instead={"max_seq_len": lambda _, batch, __: max(batch.seq_lens.tolist())})(
+        "max_seq_len is the longest request's, with its cached prefix."
+    )
     mla_prefill_falls_back_without_prefix = wrong(
         instead={
             "fallback_to_flashinfer_impl": lambda right, _, settings: (

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.models.attention import truncated
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import Partials, Rows, SplitKV, as_float32
 from corpus.wrong import DECODE, wrong
@@ -24,7 +25,7 @@ def _by_logarithm(problem: PagedAttention) -> Tensor:
 class Scales(SplitKV):
     bmm2_hardcoded_1 = wrong(mla=True, source="SGLang #28144", instead={"bmm2_scale": 1.0})("bmm2_scale is taken as 1.")
     bmm1_ignored = wrong(mla=True, source="TRT-LLM #3675", instead={"bmm1_scale": 1.0})("bmm1_scale is taken as 1.")
-    bmm1_from_head_dim = wrong(mla=True, instead={"bmm1_scale": lambda problem: problem.head_dim**-0.5})(
+    bmm1_from_head_dim = wrong(mla=True, instead={"bmm1_scale": lambda p: p.head_dim**-0.5})(
         "bmm1_scale is taken as 1 / sqrt(head_dim)."
     )
 
@@ -42,7 +43,7 @@ class Scales(SplitKV):
             return problem
         return replace(problem, bmm1_scale=problem.head_dim**-0.5, bmm2_scale=1.0)
 
-    bmm1_off_by_ten_percent = wrong(mla=True, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 1.1})(
+    bmm1_off_by_ten_percent = wrong(mla=True, instead={"bmm1_scale": lambda p: p.bmm1_scale * 1.1})(
         "bmm1_scale is 10 % too large."
     )
     nvfp4_subnormal_factors_flushed = wrong(instead={"v_scale_factors": _without_subnormals})(
@@ -51,10 +52,10 @@ class Scales(SplitKV):
     bmm2_by_its_logarithm = wrong(mla=True, instead={"bmm2_scale": _by_logarithm})(
         "bmm2_scale is a part of the exponents of the weights: a negative one makes results NaN."
     )
-    bmm2_off_by_five_percent = wrong(mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * 1.05})(
+    bmm2_off_by_five_percent = wrong(mla=True, instead={"bmm2_scale": lambda p: p.bmm2_scale * 1.05})(
         "bmm2_scale is 5 % too large."
     )
-    bmm2_twice = wrong(mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * problem.bmm2_scale})(
+    bmm2_twice = wrong(mla=True, instead={"bmm2_scale": lambda p: p.bmm2_scale * p.bmm2_scale})(
         "bmm2_scale is applied twice."
     )
 
@@ -85,10 +86,9 @@ class Scales(SplitKV):
             return problem
         return replace(problem, bmm1_scale=problem.bmm1_scale * math.log(2.0))
 
-    @wrong(DECODE, stage="problem")
-    def log2_scale_ignored(self, call):
-        """bmm1_scale_log2 does not take precedence over bmm1_scale."""
-        return replace(call, bmm1_scale_log2=None).problem()
+    log2_scale_ignored = wrong(DECODE, problem=lambda _, call: replace(call, bmm1_scale_log2=None).problem())(
+        "bmm1_scale_log2 does not take precedence over bmm1_scale."
+    )
 
     @wrong(DECODE, stage="problem")
     def log2_scale_taken_as_natural(self, call):
@@ -96,7 +96,7 @@ class Scales(SplitKV):
         problem = call.problem()
         return problem if call.bmm1_scale_log2 is None else replace(problem, bmm1_scale=call.bmm1_scale_log2)
 
-    bmm1_ignores_sign = wrong(mla=True, instead={"bmm1_scale": lambda problem: abs(problem.bmm1_scale)})(
+    bmm1_ignores_sign = wrong(mla=True, instead={"bmm1_scale": lambda p: abs(p.bmm1_scale)})(
         "A negative bmm1_scale is taken for a positive one."
     )
 
@@ -155,10 +155,9 @@ class LSE(SplitKV):
         values, _ = super().merged(problem, tile, partials)
         return Rows(values, super().merged(problem, tile, Partials(*(part[:, :, -1:] for part in partials)))[1])
 
-    @wrong(stage="finish_tile", mla=True)
-    def lse_with_bmm2(self, problem, tile, rows):
-        """The LSE counts weights that bmm2_scale has multiplied."""
-        rows.lse_log2[:] += math.log2(abs(float(problem.bmm2_scale)))
+    lse_with_bmm2 = wrong(
+        mla=True, finish_tile=lambda _, p, tile, rows: rows.lse_log2.add_(math.log2(abs(float(p.bmm2_scale))))
+    )("The LSE counts weights that bmm2_scale has multiplied.")
 
     @wrong(stage="results", mla=True)
     def lse_buffer_ignored(self, problem):
@@ -186,28 +185,21 @@ LARGER = 1.005  # by half a percent
 TOO_LARGE = {"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}
 
 
-def truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 values whose bits beyond a half dtype's are zero."""
-    dropped = 16 if dtype == torch.bfloat16 else 13
-    return (values.contiguous().view(torch.int32) >> dropped << dropped).view(torch.float32)
-
-
 class Bias(SplitKV):
     everything_biased = wrong(mla=True, instead=TOO_LARGE)("All outputs are 0.5 % too large.")
     biased_with_sinks = wrong(mla=True, instead=TOO_LARGE, only_with="sinks")(
         "With sinks, all outputs are 0.5 % too large."
     )
-    biased_in_windows = wrong(instead=TOO_LARGE, where=lambda problem: problem.window_left >= 0)(
+    biased_in_windows = wrong(instead=TOO_LARGE, where=lambda p: p.window_left >= 0)(
         "With a window, all outputs are 0.5 % too large."
     )
-    last_head_biased = wrong(mla=True, finish_tile=lambda _, problem, tile, rows: rows.values[:, -1].mul_(LARGER))(
+    last_head_biased = wrong(mla=True, finish_tile=lambda _, p, tile, rows: rows.values[:, -1].mul_(LARGER))(
         "Outputs of the last head are 0.5 % too large."
     )
-
-    @wrong(stage="finish_tile", mla=True)
-    def last_request_biased(self, problem, tile, rows):
-        """Outputs of the batch's last request are 0.5 % too large."""
-        rows.values[:] *= LARGER if tile.request == problem.batch_size - 1 else 1.0
+    last_request_biased = wrong(
+        mla=True,
+        finish_tile=lambda _, p, tile, rows: rows.values.mul_(LARGER if tile.request == p.batch_size - 1 else 1),
+    )("Outputs of the batch's last request are 0.5 % too large.")
 
     @wrong(stage="write", mla=True)
     def outputs_truncated(self, problem, tile, rows, out, lse):
@@ -219,15 +211,15 @@ class Bias(SplitKV):
     def partial_sums_truncated(self, problem, tile):
         """Sums of splits are cut to bfloat16 on their way to the merge, not rounded."""
         partials = super().partials(problem, tile)
-        return partials._replace(sums=truncated(partials.sums, torch.bfloat16))
+        return partials._replace(sums=truncated(partials.sums))
 
 
 class BiasOfRaggedCalls(Ragged):
     ragged_biased = wrong(instead=TOO_LARGE)("All outputs are 0.5 % too large.")
-    ragged_chunks_biased = wrong(instead=TOO_LARGE, where=lambda problem: not problem.causal)(
+    ragged_chunks_biased = wrong(instead=TOO_LARGE, where=lambda p: not p.causal)(
         "Outputs over a chunk of the prefix, which is not causal, are 0.5 % too large."
     )
-    ragged_last_head_biased = wrong(finish=lambda _, problem, out, lse_log2: out[:, -1].mul_(LARGER))(
+    ragged_last_head_biased = wrong(finish=lambda _, p, out, lse_log2: out[:, -1].mul_(LARGER))(
         "Outputs of the last head are 0.5 % too large."
     )
 

@@ -212,28 +212,22 @@ def _batch_first(cells: Tensor) -> Tensor:
 class BlockSparse(Forgiving):
     table_of_the_first_head = wrong(
         DECODE,
-        where=lambda problem: problem.is_block_sparse,
-        instead={"k_block_tables": lambda problem: problem.k_block_tables[:1].expand_as(problem.k_block_tables)},
+        where=lambda p: p.is_block_sparse,
+        instead={"k_block_tables": lambda p: p.k_block_tables[:1].expand_as(p.k_block_tables)},
     )("Every K/V head of a block-sparse call reads the pages that the first one selects.")
     lengths_of_the_first_head = wrong(
-        DECODE,
-        where=lambda problem: problem.is_block_sparse,
-        instead={"seq_lens": lambda problem: problem.seq_lens[:1].expand_as(problem.seq_lens)},
+        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": lambda p: p.seq_lens[:1].expand_as(p.seq_lens)}
     )("Every K/V head of a block-sparse call has as many keys as the first one selects.")
     last_selected_page_taken_as_full = wrong(
-        DECODE, where=lambda problem: problem.is_block_sparse, instead={"seq_lens": _pages_filled}
+        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": _pages_filled}
     )("The last page that a K/V head selects in a block-sparse call is taken as full.")
     head_tables_read_batch_first = wrong(
-        DECODE,
-        where=lambda problem: problem.is_block_sparse,
-        instead={"k_block_tables": lambda problem: _batch_first(problem.k_block_tables)},
+        DECODE, where=lambda p: p.is_block_sparse, instead={"k_block_tables": lambda p: _batch_first(p.k_block_tables)}
     )("Block-sparse page tables are read as [batch_size, num_kv_heads, pages].")
     head_lengths_read_batch_first = wrong(
-        DECODE,
-        where=lambda problem: problem.is_block_sparse,
-        instead={"seq_lens": lambda problem: _batch_first(problem.seq_lens)},
+        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": lambda p: _batch_first(p.seq_lens)}
     )("Block-sparse lengths are read as [batch_size, num_kv_heads].")
-    selected_keys_not_causal = wrong(DECODE, where=lambda problem: problem.is_block_sparse, instead={"causal": False})(
+    selected_keys_not_causal = wrong(DECODE, where=lambda p: p.is_block_sparse, instead={"causal": False})(
         "Each row of a block-sparse verify sees all selected keys, also those after its own token."
     )
 

@@ -46,10 +46,10 @@ class RaggedCalls(Ragged):
         dim = problem.v_head_dim
         return replace(problem, query=problem.query[..., :dim], key=problem.key[..., :dim])
 
-    ragged_value_from_key = wrong(instead={"value": lambda problem: problem.key[..., : problem.v_head_dim]})(
+    ragged_value_from_key = wrong(instead={"value": lambda p: p.key[..., : p.v_head_dim]})(
         "Values are the keys' first elements, as after absorption."
     )
-    ragged_scale_of_values = wrong(instead={"bmm1_scale": lambda problem: problem.v_head_dim**-0.5})(
+    ragged_scale_of_values = wrong(instead={"bmm1_scale": lambda p: p.v_head_dim**-0.5})(
         "bmm1_scale is taken as 1 / sqrt(v_head_dim)."
     )
 
@@ -61,15 +61,14 @@ class RaggedCalls(Ragged):
 
     ragged_bmm2_ignored = wrong(instead={"bmm2_scale": 1.0})("bmm2_scale is taken as 1.")
     ragged_bmm2_of_no_dimension_ignored = wrong(
-        where=lambda problem: isinstance(problem.bmm2_scale, Tensor) and problem.bmm2_scale.dim() == 0,
-        instead={"bmm2_scale": 1.0},
+        where=lambda p: isinstance(p.bmm2_scale, Tensor) and p.bmm2_scale.dim() == 0, instead={"bmm2_scale": 1.0}
     )("A bmm2_scale that is a tensor of no dimension is taken as 1.")
     ragged_bmm2_tensor_ignored_with_lse = wrong(
-        where=lambda problem: problem.return_lse and isinstance(problem.bmm2_scale, Tensor), instead={"bmm2_scale": 1.0}
+        where=lambda p: p.return_lse and isinstance(p.bmm2_scale, Tensor), instead={"bmm2_scale": 1.0}
     )("A bmm2_scale on the device is taken as 1 where an LSE is returned.")
     ragged_sinks_ignored = wrong(instead={"sinks": None})("attention_sinks are ignored.")
     ragged_context_window_ignored = wrong(instead={"window_left": -1})("window_left is ignored.")
-    ragged_heads_share_keys = wrong(instead={"key": lambda problem: problem.key[:, :1].expand_as(problem.key)})(
+    ragged_heads_share_keys = wrong(instead={"key": lambda p: p.key[:, :1].expand_as(p.key)})(
         "All heads read the first one's keys."
     )
 
@@ -100,7 +99,7 @@ class RaggedCalls(Ragged):
             if length == 0:
                 out[start:end] = math.nan
 
-    ragged_query_scaled_in_place = wrong(finish=lambda _, problem, *__: problem.query.mul_(2.0))(
+    ragged_query_scaled_in_place = wrong(finish=lambda _, p, *__: p.query.mul_(2.0))(
         "The query is multiplied by its scale where it lies."
     )
 
@@ -111,12 +110,12 @@ class RaggedCalls(Ragged):
         key, value = (torch.cat([side] * group, dim=1) for side in (problem.key, problem.value))
         return replace(problem, key=key, value=value)
 
-    ragged_heads_beyond64_zero = wrong(finish=lambda _, problem, out, lse_log2: out[:, 64:].zero_())(
+    ragged_heads_beyond64_zero = wrong(finish=lambda _, p, out, lse_log2: out[:, 64:].zero_())(
         "Query heads from the 65th on are zero."
     )
-    ragged_values_of_two_thirds = wrong(
-        finish=lambda _, problem, out, __: out[..., problem.head_dim * 2 // 3 :].zero_()
-    )("Values have two thirds of the keys' elements, as DeepSeek's have: outputs after them are zero.")
+    ragged_values_of_two_thirds = wrong(finish=lambda _, p, out, __: out[..., p.head_dim * 2 // 3 :].zero_())(
+        "Values have two thirds of the keys' elements, as DeepSeek's have: outputs after them are zero."
+    )
 
     @wrong(stage="changed")
     def ragged_query_heads_packed(self, problem):
@@ -130,7 +129,7 @@ class RaggedCalls(Ragged):
         shape = problem.value.shape
         return replace(problem, value=problem.value.as_strided(shape, (shape[1] * shape[2], shape[2], 1)))
 
-    ragged_lse_given_alone_unwritten = wrong(where=lambda problem: not problem.return_lse, instead={"lse": None})(
+    ragged_lse_given_alone_unwritten = wrong(where=lambda p: not p.return_lse, instead={"lse": None})(
         "A given lse is not written without return_lse."
     )
 
@@ -149,7 +148,7 @@ class RaggedCalls(Ragged):
             out.view(torch.uint8).flatten()[: len(elements)] = elements
 
     ragged_half_of_e4m3_queries = wrong(
-        where=lambda problem: problem.query.dtype == E4M3 and problem.out is None, instead={"out_dtype": torch.float16}
+        where=lambda p: p.query.dtype == E4M3 and p.out is None, instead={"out_dtype": torch.float16}
     )("The output of e4m3 queries is float16.")
 
     @wrong(stage="changed")
@@ -195,13 +194,13 @@ class RaggedCalls(Ragged):
         if problem.sinks is not None:
             out[:, problem.sinks == -math.inf] = math.nan
 
-    ragged_scale_unsigned = wrong(instead={"bmm1_scale": lambda problem: abs(problem.bmm1_scale)})(
+    ragged_scale_unsigned = wrong(instead={"bmm1_scale": lambda p: abs(p.bmm1_scale)})(
         "A negative bmm1_scale counts as a positive one."
     )
     ragged_window_ignored_with_sinks = wrong(instead={"window_left": -1}, only_with="sinks")(
         "With sinks, window_left is ignored."
     )
-    ragged_uncausal_sinks_ignored = wrong(instead={"sinks": lambda problem: problem.sinks if problem.causal else None})(
+    ragged_uncausal_sinks_ignored = wrong(instead={"sinks": lambda p: p.sinks if p.causal else None})(
         "With is_causal=False, attention_sinks are ignored."
     )
 
@@ -263,9 +262,9 @@ class RaggedTensorsReadOnce(RaggedReadOnce):
     ragged_query_read_once = wrong(fields=("query",))(
         "The query is converted once per tensor: what is written there later has no effect."
     )
-    ragged_keys_kept_by_length = wrong(
-        fields=("key", "value"), also_by=lambda kept, problem: tuple(problem.seq_lens.tolist())
-    )("Keys and values are converted once for each batch of lengths: what is written there later has no effect.")
+    ragged_keys_kept_by_length = wrong(fields=("key", "value"), also_by=lambda kept, p: tuple(p.seq_lens.tolist()))(
+        "Keys and values are converted once for each batch of lengths: what is written there later has no effect."
+    )
 
 
 @wrong()
@@ -306,7 +305,7 @@ class RaggedRange(Ragged):
     ragged_maximum_begins_at_least = wrong(instead={"sinks": _least_sinks})(
         "A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."
     )
-    ragged_bmm2_without_sign = wrong(instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)})(
+    ragged_bmm2_without_sign = wrong(instead={"bmm2_scale": lambda p: abs(p.bmm2_scale)})(
         "bmm2_scale is taken without its sign."
     )
 
@@ -323,8 +322,7 @@ class SageScales(Ragged):
     """Kernels that apply a wrong scale of SageAttention."""
 
     sage_keys_by_previous_block = wrong(
-        instead={"block_scales": _other_scales(key=lambda scales: scales.key.roll(1, dims=1))},
-        only_with="block_scales",
+        instead={"block_scales": _other_scales(key=lambda scales: scales.key.roll(1, dims=1))}, only_with="block_scales"
     )("A block of keys is multiplied by the scale of the block before it.")
     sage_values_by_head_0 = wrong(
         instead={"block_scales": _other_scales(value=lambda scales: scales.value[:1].expand_as(scales.value))},

@@ -58,7 +58,7 @@ class RowsAndHeads(SplitKV):
         rows = super().merged(problem, tile, partials)
         return Rows(*(side.roll(1, dims=0) for side in rows)) if tile.q_len & (tile.q_len - 1) else rows
 
-    last_row_of_eight_lost = wrong(mla=True, finish_tile=lambda _, problem, tile, rows: rows.values[7:8].zero_())(
+    last_row_of_eight_lost = wrong(mla=True, finish_tile=lambda _, p, tile, rows: rows.values[7:8].zero_())(
         "The eighth row of a request is zero."
     )
 
@@ -68,9 +68,9 @@ class RowsAndHeads(SplitKV):
         for side in rows:
             side[:, -2:] = side[:, -2:].flip(1)
 
-    heads_interleaved = wrong(
-        kv_heads=lambda heads, problem: torch.arange(len(heads), device=heads.device) % problem.num_kv_heads
-    )("Query head h reads K/V head h % num_kv_heads.")
+    heads_interleaved = wrong(kv_heads=lambda heads, p: torch.arange(len(heads), device=heads.device) % p.num_kv_heads)(
+        "Query head h reads K/V head h % num_kv_heads."
+    )
 
     @wrong(stage="kv_heads", source="FlashInfer #4095")
     def odd_groups_misread(self, problem):
@@ -86,8 +86,7 @@ class RowsAndHeads(SplitKV):
         return (heads // group).clamp(max=problem.num_kv_heads - 1)
 
     mha_misread = wrong(
-        source="FlashInfer #4095",
-        kv_heads=lambda heads, problem: heads * 0 if problem.num_qo_heads == problem.num_kv_heads else heads,
+        source="FlashInfer #4095", kv_heads=lambda heads, p: heads * 0 if p.num_qo_heads == p.num_kv_heads else heads
     )("If every query head has a K/V head of its own, all read the first.")
 
     @wrong(stage="row_offsets", mla=True, source="FlashInfer #3929")
@@ -123,10 +122,9 @@ class RowsAndHeads(SplitKV):
         tiles = super().tiles(problem)
         return [replace(tile, request=tile.request - sum(each < tile.request for each in without)) for tile in tiles]
 
-    @wrong(stage="finish", mla=True)
-    def other_rows_times_zero(self, problem, out, lse):
-        """All rows of the batch take part in each, those of others with a weight of zero, which keeps all of a NaN."""
-        out += 0.0 * problem.query.float().sum()
+    other_rows_times_zero = wrong(mla=True, finish=lambda _, p, out, lse: out.add_(0.0 * p.query.float().sum()))(
+        "All rows of the batch take part in each, those of others with a weight of zero, which keeps all of a NaN."
+    )
 
 
 @wrong(CONTEXT)

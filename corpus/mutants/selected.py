@@ -60,9 +60,7 @@ class Selection(SelectedSplitKV):
         """Without sparse_mla_top_k_lens, all columns are used that do not hold -1."""
         return problem.selected.shape[1] if problem.selected_lens is None else super().columns(problem, row, position)
 
-    @wrong(
-        MLA, stage="columns", trigger="a place in a column after the row's position, in the same block of 32 columns"
-    )
+    @wrong(MLA, stage="columns", trigger="a place in a column after the row's position, in its block of 32 columns")
     def mla_selected_columns_in_blocks(self, problem, row, position):
         """Without sparse_mla_top_k_lens, the number of used columns is rounded up to a multiple of 32."""
         used = super().columns(problem, row, position)

@@ -55,21 +55,18 @@ class Sizes(Conditional):
     request_in_uint8 = wrong(mla=True, table_row=lambda request, *_: request % 256)(
         "Requests are counted in 8 bits: those after the 256th read the first ones' rows of the page table."
     )
-    one_head_of_large_batch = wrong(kv_heads=lambda heads, problem: heads * 0 if problem.batch_size > 128 else heads)(
+    one_head_of_large_batch = wrong(kv_heads=lambda heads, p: heads * 0 if p.batch_size > 128 else heads)(
         "In a batch of more than 128 requests, all query heads read the first K/V head."
     )
     second_split_of_large_batch_lost = wrong(
-        mla=True,
-        visible=lambda visible, problem, tile, keys: visible & (keys < 64) if problem.batch_size > 128 else visible,
+        mla=True, visible=lambda visible, p, tile, keys: visible & (keys < 64) if p.batch_size > 128 else visible
     )("In a batch of more than 128 requests, a request has its first 64 keys.")
     batch_of512 = wrong(mla=True, kv_lens=lambda lens, _: [lens[request % 512] for request in range(len(lens))])(
         "The lengths of 512 requests are kept: those after them have the first ones'."
     )
-
-    @wrong(stage="finish_tile")
-    def heads_after16_of_group_lost(self, problem, tile, rows):
-        """Query heads after the 16th of a group are left zero."""
-        rows.values.unflatten(1, (problem.num_kv_heads, -1))[:, :, 16:] = 0.0
+    heads_after16_of_group_lost = wrong(
+        finish_tile=lambda _, p, __, rows: rows.values.unflatten(1, (p.num_kv_heads, -1))[:, :, 16:].zero_()
+    )("Query heads after the 16th of a group are left zero.")
 
     @wrong(stage="kv_heads")
     def large_group_rounded_up(self, problem):
@@ -106,9 +103,9 @@ class Sizes(Conditional):
         return super().pages(problem, table, tile, positions)
 
     offset_in_uint8 = wrong(offsets=lambda offsets, *_: offsets % 256)("A token's place in its page is kept in 8 bits.")
-    mla_pages_of128_halved = wrong(
-        MLA, offsets=lambda offsets, problem, _: offsets % 64 if problem.page_size > 64 else offsets
-    )("Pages larger than 64 tokens are read in halves, the second as the first.")
+    mla_pages_of128_halved = wrong(MLA, offsets=lambda offsets, p, _: offsets % 64 if p.page_size > 64 else offsets)(
+        "Pages larger than 64 tokens are read in halves, the second as the first."
+    )
 
     @wrong(DECODE, stage="row_positions", mla=True)
     def rows_after8_too_early(self, problem, tile):
@@ -122,13 +119,10 @@ class Sizes(Conditional):
         return super().mask_bits(problem, replace(tile, first_row=tile.first_row - tile.mask_rows.start // 64 * 64))
 
     e4m3_outputs_halved = wrong(
-        where=lambda problem, _: problem.out_dtype == E4M3,
-        instead={"bmm2_scale": lambda problem, _: problem.bmm2_scale / 2},
+        where=lambda p, _: p.out_dtype == E4M3, instead={"bmm2_scale": lambda p, _: p.bmm2_scale / 2}
     )("Outputs in e4m3 are half as large, for their range.")
     e4m3_queries_unscaled = wrong(
-        mla=True,
-        where=lambda problem, _: problem.query.dtype == E4M3,
-        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+        mla=True, where=lambda p, _: p.query.dtype == E4M3, instead={"bmm1_scale": lambda p, _: p.head_dim**-0.5}
     )("bmm1_scale is taken as 1 / sqrt(head_dim) for queries in e4m3.")
 
     @wrong(CONTEXT, stage="finish_tile")

@@ -11,10 +11,9 @@ import torch
 
 from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
-from corpus.models.dsv4 import DSV4Decode
 from corpus.models.lists import Lists
 from corpus.models.metadata import DSV4Builder, MHABuilder, MLABuilder, MLAPrefillBuilder
-from corpus.models.ragged import Ragged
+from corpus.models.ragged import DSV4Decode, Ragged
 from corpus.models.selected import SelectedSplitKV
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import DSV4, DSV4_METADATA, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED

@@ -46,7 +46,7 @@ def test_a_marked_method_takes_the_place_of_its_stage(made: dict[str, Any]) -> N
             """One is added."""
             return super().doubled(number) + 1
 
-        @wrong(factor=3, also=("same",))
+        @wrong(factor=3, also="same")
         def larger(self, number: int) -> int:
             """The factor is 3."""
             return super().doubled(number)
