@@ -98,9 +98,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
     host = host_time(calls, calls_per_batch=per_batch)
     completion = host_time(
-        {name: partial(until_idle, call) for name, call in calls.items()},
-        batches=COMPLETION_SAMPLES,
-        calls_per_batch=1,
+        {name: partial(until_idle, call) for name, call in calls.items()}, batches=COMPLETION_SAMPLES, calls_per_batch=1
     )
     for written in (outputs, eager.arguments["outputs"]):
         made.hold(written, ALL_ROWS)

@@ -117,10 +117,7 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
         "claim": CLAIM,
         "implied_saving_us_per_iteration": round(implied_saving_us(CLAIM), 1),
         "gpu_saving_us_per_draft_mla": {point: saved(gpu_us, f"draft_steps/mla/{{}}/{point}") for point in LONG},
-        "host_saving_us_per_draft": {
-            "static buffers": saved(host_us, host),
-            "eager": saved(host_us, f"{host}/eager"),
-        },
+        "host_saving_us_per_draft": {"static buffers": saved(host_us, host), "eager": saved(host_us, f"{host}/eager")},
     }
 
 

@@ -73,10 +73,7 @@ class MLADecode(TimedStudy):
     # About 0.6 and 0.75 GB of bf16 entries.
     shapes: Annotated[
         tuple[tuple[int, int], ...], list_option(_requests_and_keys, SHAPES_HELP, "REQUESTSxKEYS,...")
-    ] = (
-        (64, 8192),
-        (8, 81920),
-    )
+    ] = ((64, 8192), (8, 81920))
     heads: Annotated[tuple[int, ...], sizes("query heads")] = (16, 128)
     q_lens: Annotated[tuple[int, ...], sizes("query rows of each request; more than 1 is a verify pass")] = (1,)
     kv_dtype: Annotated[Literal["bf16", "e4m3"], typer.Option(help="dtype of the K/V cache")] = "bf16"

@@ -214,10 +214,7 @@ def idle_recorder() -> dict[str, Any]:
         pass
 
     module = _module("nothing", {DECODE: nothing})
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Recorder(folder, triggers=Triggers(every=NEVER), functions=[module]),
-    ):
+    with tempfile.TemporaryDirectory() as folder, Recorder(folder, triggers=Triggers(every=NEVER), functions=[module]):
         arguments = dict.fromkeys(("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len"))
         functions = {"without": nothing, "with": getattr(module, DECODE)}
         times = host_time({name: partial(function, **arguments) for name, function in functions.items()})

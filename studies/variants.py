@@ -150,10 +150,7 @@ def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
 
 
 def measure_variants(
-    point: Point,
-    make: MakeWorks,
-    measure: Callable[[Works], dict[str, Time]],
-    row_of: RowOf[Time],
+    point: Point, make: MakeWorks, measure: Callable[[Works], dict[str, Time]], row_of: RowOf[Time]
 ) -> PointRows:
     """Measure interleaved variants of a point by any clock. For a variant without a time, record the reason.
 

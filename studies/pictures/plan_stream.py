@@ -13,13 +13,7 @@ from studies.changes.change import pairs
 from studies.pictures.cells import Box, Line, Look, cells_figure
 
 LANES = ("forward", "plan")  # from the top
-PHASES = {
-    "inputs": "#999999",
-    "draft": "#56B4E9",
-    "plan": "#D55E00",
-    "fix-up": "#CC79A7",
-    "verify": "#009E73",
-}
+PHASES = {"inputs": "#999999", "draft": "#56B4E9", "plan": "#D55E00", "fix-up": "#CC79A7", "verify": "#009E73"}
 OTHER = "#444444"  # work of no phase
 LEAST_SHARE = 0.0012  # of the axis: what is shorter is drawn as long, so that it is seen
 AFTER_VERIFY_STARTS_US = 60.0
