@@ -5,6 +5,7 @@ the `WATCHED` modules and of all loaded modules of the lab are recorded before a
 Writes of native code into the process's memory are not detected (docs/evidence/trust.md).
 """
 
+import builtins
 import ctypes
 import functools
 import gc
@@ -46,22 +47,16 @@ WATCHED = (
 )
 # Classes whose methods are watched, in addition to the classes that the modules define.
 CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
-# Operators that comparisons use; torch.library can replace their kernels.
-OPERATORS = (
-    "abs",
-    "all",
-    "any",
-    "clone",
-    "copy_",
-    "div",
-    "eq",
-    "gt",
-    "isfinite",
-    "linalg_vector_norm",
-    "max",
-    "mul",
-    "sub",
-)
+# Operators that expected results and comparisons use; torch.library can replace their kernels.
+OPERATORS = """
+    _local_scalar_dense _to_copy _unique2 _unsafe_view abs add alias all amax any arange baddbmm_ bitwise_and
+    bitwise_not bitwise_or bmm cat clamp clone copy_ cumsum detach div div_ empty eq equal exp exp_ expand
+    floor_divide ge gt index index_add index_select isfinite isinf le lift_fresh linalg_vector_norm log log1p lt
+    masked_fill masked_fill_ max maximum mean minimum mul mul_ nan_to_num ne neg new_empty new_full new_ones
+    new_zeros ones_like pow reciprocal repeat_interleave round scalar_tensor scatter_reduce select slice sort
+    split split_with_sizes sqrt squeeze stack sub sub_ sum topk transpose unbind unique_consecutive unsqueeze view
+    where zeros zeros_like
+"""
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 # Prefixes of environment variables that change how any kernel is compiled.
 COMPILERS = ("TRITON_", "DISABLE_PTXAS", "PTXAS_", "NVCC_", "LLVM_")
@@ -85,13 +80,15 @@ class ChangedBindingsError(RuntimeError):
 
 
 Held = tuple[str, Mapping[str, Any], str, Any]  # path, mapping that holds the name, name, object
+# A module or class: its path, its names, and the names of Python or of base classes that a new name would hide.
+Hiding = tuple[str, Mapping[str, Any], frozenset[str]]
 
 
 class Bindings:
     """A record of functions, constants and settings, each with a path such as "lab.ranges.dtype_of". See `bindings`."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held, self._settings = held, dict(_settings())
+    def __init__(self, held: Sequence[Held], hiding: Sequence[Hiding] = ()) -> None:
+        self._held, self._hiding, self._settings = held, hiding, dict(_settings())
         self._functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
         constants = [(path, value) for path, _, _, value in held if path.startswith("lab.") and _is_constant(value)]
         self._constants = [(path, value, _items(value)) for path, value in constants]
@@ -119,13 +116,21 @@ class Bindings:
         return len([*_watched()]), *(len(each) for each in holders if each is not sys.modules)
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects and the names of settings that have changed. Added objects are not listed."""
+        """Return the paths of recorded objects and the names of settings that have changed. An added object is listed only if
+        its name hides a name of Python in a module of the lab, or a name of a base class.
+        """
         now = dict(_settings())
         is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
         return [
             *(path for path, holder, name, value in (() if is_same else self._held) if holder.get(name) is not value),
             *(path for path, each, parts in (() if is_same else self._functions) if _differs(each, parts)),
             *(path for path, each, items in (() if is_same else self._constants) if _items(each) != items),
+            *(
+                f"{owner}.{name}"
+                for owner, names, hidden in self._hiding
+                if not hidden.isdisjoint(names)
+                for name in hidden.intersection(names)
+            ),
             *(name for name, value in self._settings.items() if now[name] != value),
         ]
 
@@ -142,16 +147,20 @@ def in_words(changed: list[str]) -> str:
 def bindings() -> Bindings:
     """Record the functions and settings by which kernels are timed and judged. Call this before a kernel is loaded."""
     held: list[Held] = []
+    hiding: list[Hiding] = []
+    classes: list[type[Any]] = [*CLASSES]
     for name in WATCHED:
         importlib.import_module(name)
     for name, module in _watched():
         held += [(name, sys.modules, name, module), *_held_by(name, module)]
-        for own in vars(module).values() if _is_lab(name) else ():
-            if isinstance(own, type) and own.__module__ == name:
-                held += _held_by(f"{name}.{own.__qualname__}", own)
-    for cls in CLASSES:
-        held += _held_by(f"{cls.__module__}.{cls.__qualname__}", cls)
-    return Bindings(tuple(held))
+        if _is_lab(name):
+            hiding.append((name, vars(module), frozenset(vars(builtins)) - vars(module).keys()))
+            classes += [own for own in vars(module).values() if isinstance(own, type) and own.__module__ == name]
+    for cls in classes:
+        path, inherited = f"{cls.__module__}.{cls.__qualname__}", frozenset(itertools.chain(*map(dir, cls.__bases__)))
+        held += _held_by(path, cls)
+        hiding.append((path, vars(cls), inherited - vars(cls).keys()))
+    return Bindings(tuple(held), tuple(hiding))
 
 
 def _is_lab(path: str) -> bool:
@@ -261,6 +270,8 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "torch's stack of dispatch modes", _len_torch_dispatch_stack()
     yield "sys.settrace", sys.gettrace()
     yield "sys.setprofile", sys.getprofile()
+    monitoring: Any = getattr(sys, "monitoring", None)  # in Python 3.12 and newer
+    yield "sys.monitoring", [monitoring.get_tool(each) for each in range(6)] if monitoring else []
     yield "threading.settrace", threading.gettrace()
     yield "threading.setprofile", threading.getprofile()
     yield (
@@ -269,7 +280,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     )
     yield "gc.callbacks", list(gc.callbacks)
     yield "sys.meta_path", tuple(map(id, sys.meta_path))
-    for name in OPERATORS:
+    for name in OPERATORS.split():
         # Dispatch tables, with the source line that registered each kernel.
         yield f"torch's operator aten::{name}", "".join(map(torch._C._dispatch_dump, _overloads(name)))
 

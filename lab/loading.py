@@ -62,17 +62,23 @@ def load(name: str) -> Any:
 
 def check_source(name: str) -> None:
     """Raise LoadError if the file of an implementation is missing or is not Python. Import nothing."""
-    where = name.partition(":")[0]
     try:
-        path = _file_named(where)
-        stems = [Path(root, *where.split(".")) for root in sys.path] if path is None else []
-        modules = [each for stem in stems for each in (Path(f"{stem}.py"), stem / "__init__.py") if each.is_file()]
-        for source in [path] if path is not None else modules[:1]:
+        if (source := source_of(name)) is not None:
             ast.parse(source.read_bytes(), source.name)
     except FileNotFoundError as error:
         raise LoadError(f"{name} cannot be imported: {error}") from error
     except (SyntaxError, ValueError) as error:
         raise LoadError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def source_of(name: str) -> Path | None:
+    """Return the file of an implementation, or None if no folder of `sys.path` has it. Import nothing."""
+    where = name.partition(":")[0]
+    if (path := _file_named(where)) is not None:
+        return path
+    stems = [Path(root, *where.split(".")) for root in sys.path]
+    modules = (each for stem in stems for each in (Path(f"{stem}.py"), stem / "__init__.py") if each.is_file())
+    return next(modules, None)
 
 
 def _file_named(where: str) -> Path | None:

@@ -16,13 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab.references.errors
 import lab.workloads.inputs.contents
-from lab.calls.problem import AttentionProblem
+from lab.calls.problem import AttentionCall, AttentionProblem
 from lab.checks.properties import checks
-from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
+from lab.checks.run.verdicts import compare_lse, compare_output
+from lab.integrity import OPERATORS, Bindings, ChangedBindingsError, bindings, in_words
 from lab.references.errors import Comparison
+from lab.timing.staging import TooSmallError
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import build_attention
+from lab.workloads.inputs.expected import SavedTensor, made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,6 +184,59 @@ def library() -> Iterator[Any]:
 def test_another_kernel_of_an_operator_is_a_change(library: Any, noted: Bindings) -> None:
     library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1), "CPU")
     assert noted.changes() == ["torch's operator aten::linalg_vector_norm"]
+
+
+class Noted(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(operator._schema.name.removeprefix("aten::"))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_every_operator_of_an_expected_result_and_its_comparison_is_watched() -> None:
+    case = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), window_left=16, sinks=True)
+    expected = build_attention(case, torch.device("cpu")).truth()
+    nan = torch.full_like(made(expected).control, float("nan"))
+    with Noted() as noted:
+        truth = made(expected)
+        for out in (truth.control, torch.zeros_like(nan), nan):
+            compare_output(out, truth)
+        compare_lse(truth.lse_log2, truth)
+        SavedTensor.of(truth.control).tensor()
+    assert len(noted.names) > 50
+    assert noted.names <= {*OPERATORS.split()}
+
+
+def test_a_tool_that_monitors_python_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools: dict[int, str] = {}
+    monkeypatch.setattr(sys, "monitoring", types.SimpleNamespace(get_tool=tools.get), raising=False)
+    noted = bindings()
+    tools[5] = "a kernel's"
+    assert noted.changes() == ["sys.monitoring"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "path"),
+    [
+        (lab.references.errors, "max", "lab.references.errors.max"),
+        (Comparison, "__getattribute__", "lab.references.errors.Comparison.__getattribute__"),
+        (TooSmallError, "__str__", "lab.timing.staging.TooSmallError.__str__"),
+        (torch.Tensor, "to", "torch.Tensor.to"),
+    ],
+)
+def test_a_new_name_that_hides_another_is_a_change(holder: Any, name: str, path: str, noted: Bindings) -> None:
+    setattr(holder, name, getattr(holder, name, max))
+    try:
+        changed = noted.changes()
+    finally:
+        delattr(holder, name)
+    assert changed == [path]
+    assert noted.changes() == []
 
 
 @pytest.fixture

@@ -184,7 +184,8 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     for record in records:
         for verdict in read_cases(record):
             of_check = found.setdefault((verdict.check, verdict.interface.value), {})
-            held = replace(verdict, judged=credible(verdict.judged))
+            is_known = verdict.outcome is Outcome.KNOWN
+            held = verdict if is_known else replace(verdict, judged=credible(verdict.judged))
             both = (held, of_check.get(verdict.key, held))
             of_check[verdict.key] = min(
                 both, key=lambda each: (WORST_FIRST.index(each.outcome), -each.judged.worst_ratio)

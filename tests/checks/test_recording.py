@@ -137,6 +137,29 @@ def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
     assert not judged_anew()
 
 
+FORGES_THE_DIGEST = """
+from lab.checks.run import sources
+
+own = sources._digest
+
+def forged(name):
+    sources._digest = own
+    return "forged"
+
+sources._digest = forged
+"""
+
+
+def test_a_kernel_that_forges_the_digest_of_its_sources_is_judged_anew(kernel: Path, judged_cases: list[Any]) -> None:
+    kernel.write_text(FORGES_THE_DIGEST + KERNEL.format(longest=99))
+    assert judged(kernel, isolated=True).is_right
+    judged_cases.clear()
+    assert judged(kernel, isolated=True).is_right
+    assert len(judged_cases) < 20  # the audit alone
+    kernel.write_text(FORGES_THE_DIGEST + KERNEL.format(longest=0))
+    assert {each.outcome for each in judged(kernel, isolated=True).verdicts} == {Outcome.WRONG}
+
+
 def test_packages_on_another_path_are_not_the_kernels_sources(
     kernel: Path, judged_cases: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

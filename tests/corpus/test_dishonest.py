@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpus.dishonest import DECODE, judging, judging_again, kernels, timing, timing_again
+from corpus.dishonest import DECODE, forged, judging, judging_again, kernels, timing, timing_again
 from corpus.dishonest.cases import RANGES
 from corpus.dishonest.honest import CONTROLS
 from lab.checks import Outcome, judge
@@ -29,11 +29,15 @@ def judged(kernel: str, checks: tuple[str, ...], **settings: Any) -> Any:
     return judge(kernel, only=checks, isolated=True, device="cpu", **settings)
 
 
-@pytest.mark.parametrize("kernel", [*kernels(judging), *kernels(judging_again)], ids=lambda kernel: kernel.__name__)
+KERNELS = [*kernels(judging), *kernels(judging_again), *kernels(forged)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_a_verdict_is_not_to_be_bought(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAB_SEEN", str(tmp_path))
     name, checks = f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "checks", ("K1",))
-    report = judged(name, checks, first_failure=kernel.__name__ not in LATE)
+    most_seconds = getattr(kernel, "most_seconds", None)
+    report = judged(name, checks, first_failure=kernel.__name__ not in LATE, most_seconds=most_seconds)
     assert not report.is_right
     assert report.exit_status in (ExitStatus.WRONG, ExitStatus.REFUSED)
     said = "\n".join(sentence for verdict in report.wrong for sentence in verdict.judged.wrongs)
@@ -41,7 +45,7 @@ def test_a_verdict_is_not_to_be_bought(kernel: Any, tmp_path: Path, monkeypatch:
     if report.exit_status is ExitStatus.REFUSED:
         assert re.match(
             "Dishonest, and not judged: "
-            "(the kernel is dishonest: it changed |it is called right with an error of |its worker called )",
+            "(the kernel is dishonest: it changed |it is called right with an error of |its worker (called|sent) )",
             report.diagnosis.sentence,
         )
 

@@ -58,18 +58,20 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
     """Judge some right cases of each function again, and yield the new verdicts. After the first case of a function, stop if
-    `is_over()` is true. If the lab can judge none of a function's cases again, the last verdict on this function is FAILED.
+    `is_over()` is true, unless the lab could not judge the cases so far. If the lab can judge none of a function's cases again,
+    the last verdict on this function is FAILED.
     """
     for again in chosen(verdicts):
-        is_confirmed = False
+        is_confirmed = is_prevented = False
         for number, verdict in enumerate(again, 1):
-            if number > 1 and is_over():
-                break
             judged = audit(pool, verdict)
-            is_confirmed |= judged.judged > 0
-            if number == len(again) and judged.by_lab and not is_confirmed:
+            is_confirmed, is_prevented = is_confirmed or judged.judged > 0, is_prevented or judged.by_lab
+            is_unconfirmed = is_prevented and not is_confirmed
+            if number == len(again) and is_unconfirmed:
                 judged = replace(judged, outcome=Outcome.FAILED, wrongs=(UNCONFIRMED,))
             yield replace(verdict, judged=judged)
+            if is_over() and not is_unconfirmed:
+                break
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:

@@ -22,7 +22,7 @@ from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.refusals import Refusals
-from lab.checks.run.sources import earlier_verdicts, offer_of
+from lab.checks.run.sources import digest_of_files, earlier_verdicts, offer_of
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
@@ -220,7 +220,7 @@ def _offered(pool: Workers, name: str, wanted: Sequence[Interface], is_digested:
     has, sources = pool.call(partial(offer_of, name if is_digested else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
-    return offered, sources
+    return offered, sources and sources + digest_of_files(name)
 
 
 def _level_of(level: Level | str, profile: str, shard: str) -> Level:

@@ -18,7 +18,7 @@ import torch
 import lab
 from lab.checks.record import ReportError, read_cases, read_record
 from lab.checks.run.verdicts import CaseVerdict, Key
-from lab.loading import load
+from lab.loading import load, source_of
 from lab.workloads.interfaces import Interface, interfaces_of
 
 # Suffixes of the files that a kernel may have.
@@ -40,6 +40,16 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
     """
     interfaces = interfaces_of(implementation)
     return interfaces, _digest(name) if name and interfaces else ""
+
+
+def digest_of_files(name: str) -> str:
+    """Return a digest of the source files in the folder of an implementation. Unlike that of `offer_of`, it is computed without
+    the implementation's code, which could return the digest of other sources.
+    """
+    source = source_of(name)
+    files = sorted(each for each in source.parent.iterdir() if each.suffix in SOURCES) if source else []
+    contents = [(each.name, hashlib.sha256(each.read_bytes()).hexdigest()) for each in files if each.is_file()]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def _digest(name: str) -> str:

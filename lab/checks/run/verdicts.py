@@ -166,11 +166,27 @@ def dishonest(judged: Judged, reason: str) -> Judged:
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
+# Types of a judgement's fields, and of the items in its tuples
+_ITEMS = {**dict.fromkeys(SENTENCES, str), "results": CheckedResult, "differences": BitDifference}
+_FIELDS: dict[str, Any] = {
+    "outcome": Outcome,
+    "worst_ratio": (int, float),
+    "judged": int,
+    "by_lab": bool,
+    **dict.fromkeys(_ITEMS, tuple),
+}
+
+
 def credible(judged: Judged) -> Judged:
-    """Return the judgement that a worker sent. If it is no `Judged`, or is RIGHT with an error above its bound, a kernel has
-    changed it: return a DISHONEST judgement. Only a process without the kernel's code may call this function.
+    """Return the judgement that a worker sent. If it is no `Judged` of a worker, or is RIGHT with an error above its bound, a
+    kernel has changed it: return a DISHONEST judgement. Only a process without the kernel's code may call this function.
     """
-    if type(judged) is not Judged or type(judged.outcome) is not Outcome:
+    # Unpickling sets fields without `__init__`. No worker calls a failure KNOWN.
+    fields = vars(judged) if type(judged) is Judged else {}
+    is_whole = all(isinstance(fields.get(name), kind) for name, kind in _FIELDS.items()) and all(
+        isinstance(item, kind) for name, kind in _ITEMS.items() for item in fields[name]
+    )
+    if not is_whole or judged.outcome is Outcome.KNOWN:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
     if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:
         reason = (

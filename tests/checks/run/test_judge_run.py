@@ -196,29 +196,34 @@ def test_numbers_do_not_depend_on_which_check_is_judged_first() -> None:
     assert sorted(numbers("").values()) == [*range(1, 21)]
 
 
+RIGHT, TOO_LARGE = Judged(Outcome.RIGHT, judged=1), Judged(Outcome.DECLINED)
+PREVENTED = Judged(Outcome.DECLINED, by_lab=True)
+
+
 @pytest.mark.parametrize(
     ("found", "audits", "outcomes"),
     [
-        (Judged(Outcome.RIGHT, judged=1), 1, []),
-        (Judged(Outcome.DECLINED), 1, []),  # too large to be sent
-        (Judged(Outcome.DECLINED, by_lab=True), 2, [Outcome.FAILED]),
+        ((RIGHT, RIGHT), 1, []),
+        ((TOO_LARGE, RIGHT), 1, []),
+        ((PREVENTED, RIGHT), 2, []),
+        ((PREVENTED, PREVENTED), 2, [Outcome.FAILED]),
+        ((PREVENTED, TOO_LARGE), 2, [Outcome.FAILED]),
     ],
 )
-def test_an_audit_begins_though_the_time_is_over_and_confirms_something(
-    found: Judged, audits: int, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
+def test_an_audit_goes_on_though_the_time_is_over_until_it_has_confirmed_something(
+    found: Sequence[Judged], audits: int, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, made = run_of(a_check()), list[CaseVerdict]()
     right = judged(run)[:2]
 
     def note(_: object, verdict: CaseVerdict) -> Judged:
         made.append(verdict)
-        return found
+        return found[len(made) - 1]
 
     monkeypatch.setattr(audit, "chosen", lambda verdicts: [right])
     monkeypatch.setattr(audit, "audit", note)
     run.pool.is_apart = True
-    if audits == 1:
-        run.end = time.monotonic() - 1.0
+    run.end = time.monotonic() - 1.0
     run._audit()
     assert len(made) == audits
     assert [each.outcome for each in run._report_so_far().verdicts if each.outcome is not Outcome.RIGHT] == outcomes

@@ -171,6 +171,33 @@ def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:
     assert credible(Judged(Outcome.RIGHT, worst_ratio=1.0, judged=1)).outcome is Outcome.RIGHT
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outcome": Outcome.KNOWN},
+        {"outcome": "right"},
+        {"outcome": None},
+        {"worst_ratio": "0"},
+        {"judged": "1"},
+        {"by_lab": None},
+        {"wrongs": None},
+        {"declines": (1,)},
+        {"remarks": ["a list"]},
+        {"results": ("no result",)},
+        {"differences": (WrongVector("row 0", (), ()),)},
+    ],
+    ids=repr,
+)
+def test_a_verdict_that_no_worker_sends_is_dishonest(fields: dict[str, Any]) -> None:
+    sent = Judged(Outcome.RIGHT, judged=1)
+    vars(sent).update(fields)  # as unpickling does
+    for forged in (sent, loads(pickle.dumps(sent))):
+        assert credible(forged).outcome is Outcome.DISHONEST
+        assert "what is no verdict" in credible(forged).wrongs[0]
+    del vars(sent)[next(iter(fields))]
+    assert credible(sent).outcome is Outcome.DISHONEST
+
+
 def test_a_case_that_crashed_without_a_word_has_exit_status_1() -> None:
     case = CaseVerdict("kernel", "K1", AttentionCall.DECODE, 1, "cpu", Judged(Outcome.FAILED))
     assert case.exit_status is ExitStatus.WRONG
