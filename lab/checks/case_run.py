@@ -249,9 +249,7 @@ class CaseRun:
 
     def _of_engine(self, prefix: str, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
         if not prefix:
-            of_call = self.note_call(interface, arguments)
-            lengths = self._of_case if self._of_case.of_requests else of_call
-            self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
+            self.called = self.note_call(interface, arguments).of_pass(self._of_case)
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:

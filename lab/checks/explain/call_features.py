@@ -4,7 +4,7 @@ import math
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -54,6 +54,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "no_keys": kv_len == 0,
         "no_rows": q_len == 0,
         "fewer_keys": kv_len < q_len,
+        "rows_before_keys": 0 < kv_len < q_len,
         "no_prefix": kv_len == q_len,
         "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
         "hidden_keys": last_seen > 0,
@@ -69,15 +70,17 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
     }
 
 
-def _read_rows(q_lens: Sequence[int], group: int) -> Iterator[Read]:
-    most, fewest_before = max(q_lens, default=0), math.inf
-    for q_len in q_lens:
+def _read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
+    most, fewest_rows, fewest_keys = max(q_lens, default=0), math.inf, math.inf  # the fewest of earlier requests
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
         yield {
             "packed_rows": q_len * group if group else None,
             "fewer_rows": q_len < most,
-            "after_fewer_rows": fewest_before < most,
+            "after_fewer_rows": fewest_rows < most,
+            "after_shorter": fewest_keys < kv_len,
+            "after_empty": 0 in (fewest_rows, fewest_keys),
         }
-        fewest_before = min(fewest_before, q_len)
+        fewest_rows, fewest_keys = min(fewest_rows, q_len), min(fewest_keys, kv_len)
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
@@ -91,9 +94,11 @@ def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, w
         "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
         "unequal_q_lens": len(set(q_lens)) > 1,
         "unequal_kv_lens": len(set(kv_lens)) > 1,
+        "not_descending": any(map(operator.lt, kv_lens, kv_lens[1:])),
         "some_no_keys": 0 in kv_lens,
         "all_no_keys": not any(kv_lens),
         "some_no_rows": 0 in q_lens and any(q_lens),
+        "some_empty": 0 in (*kv_lens, *q_lens),
     }
 
 
@@ -104,6 +109,17 @@ class CallFeatures:
     features: Features = field(default_factory=dict, hash=False)  # of the whole call
     of_requests: tuple[Features, ...] = field(default=(), hash=False)
     q_lens: tuple[int, ...] = ()  # query rows of each request
+    selections: tuple[Features, ...] = field(
+        default=(), hash=False
+    )  # features of the entries that each request selects
+
+    def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
+        """Return the features of this call of an engine's pass, with the lengths of its case, if it has them."""
+        lengths = of_case if of_case.of_requests else self
+        same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
+        selections = self.selections if same else ({},) * len(lengths.q_lens)
+        of_requests = tuple({**own, **entries} for own, entries in zip(lengths.of_requests, selections, strict=False))
+        return replace(lengths, features={**self.features, **of_case.features}, of_requests=of_requests)
 
     @classmethod
     def of_lengths(
@@ -116,15 +132,14 @@ class CallFeatures:
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
         """Return the given features and those that follow from lengths. Without pages, `page_size` is `TILE`."""
-        rows = _read_rows(q_lens, int(features.get("group", 0)))
+        selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
+        rows = _read_earlier(kv_lens, q_lens, int(features.get("group", 0)))
         of_requests = tuple(
-            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | selected)
-            for request, (q_len, of_rows, selected) in enumerate(
-                zip(q_lens, rows, selections or [{}] * len(q_lens), strict=True)
-            )
+            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | entries)
+            for request, (q_len, of_rows, entries) in enumerate(zip(q_lens, rows, selected, strict=True))
         )
         of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
-        return cls({**features, **of_batch}, of_requests, tuple(q_lens))
+        return cls({**features, **of_batch}, of_requests, tuple(q_lens), selected)
 
 
 def kept(read: Read) -> dict[str, Value]:
@@ -225,6 +240,11 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         read[f"{name}_tensor"] = isinstance(arguments.get(name), Tensor)
         read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
         read[f"{name}_small"] = abs(scale) < SMALL_SCALE
+    for name, most in (
+        ("max_q_len", max(problem.q_lens(), default=0)),
+        ("max_kv_len", max(problem.kv_lens(), default=0)),
+    ):
+        read[f"loose_{name}"] = getattr(problem, name) > most
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
@@ -252,6 +272,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
         "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
         "table_columns": table.shape[1],
+        "table_beyond_bound": table.shape[1] > -(-problem.max_kv_len // page_size),
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }

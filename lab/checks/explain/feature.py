@@ -90,10 +90,13 @@ class Number:
     def tests(self, column: Bits) -> Iterator[Test]:
         steps = np.unique(column[~np.isnan(column)]).astype(int).tolist()
         cost = min(math.log2(len(steps)), THRESHOLD_BITS)
-        for step in _spread(steps):
+        first, last = _spread(steps)
+        for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
-            yield ">=", step, cost
-            yield "<=", step, cost + NEGATION_BITS / 2
+            if step in first:
+                yield ">=", step, cost
+            if step in last:
+                yield "<=", step, cost + NEGATION_BITS / 2
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,13 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
     return found
 
 
-def _spread(steps: list[int]) -> list[int]:
-    """Return the first number, the last, and the first above each power of 2, because kernels change their code there."""
+def _spread(steps: list[int]) -> tuple[list[int], list[int]]:
+    """Return steps at which intervals of numbers begin, and steps at which they end: all steps, or, of many, the first and the
+    last ones, those next above the powers of 2 and those at or below these powers, because kernels change their code there.
+    """
     if len(steps) <= MOST_THRESHOLDS:
-        return steps
-    edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]
-    return sorted({next((step for step in steps if step >= edge), steps[-1]) for edge in edges})
+        return steps, steps
+    powers = [0, 1, *(2**power for power in range(1, 40))]
+    first = {next((step for step in steps if step > power), steps[-1]) for power in powers}
+    last = {next((step for step in reversed(steps) if step <= power), steps[0]) for power in powers}
+    return sorted({steps[0], *first}), sorted({steps[-1], *last})

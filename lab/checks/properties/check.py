@@ -79,6 +79,9 @@ class Check:
     #: for a level: functions that each return one further round of cases, from the verdicts on all earlier rounds. At the full
     #: level, the rounds follow the fixed cases of the smoke level. At the quick level, these fixed cases are the last round.
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
+    #: at the smoke and the full level: functions that each return one further round of cases, from the verdicts of all checks
+    #: on all earlier cases of the function
+    nearby: Sequence[Following] = ()
     quick: int = 2  #: number of fixed cases at the quick level, for a check without `more`
     #: yields further random cases, which are judged after all other cases if the run has time left
     draw_on: Callable[[Scope, Sequence[CaseVerdict]], Iterable[DrawnPoint]] = lambda *_: ()

@@ -6,8 +6,10 @@ float64 must be at most a small factor times the error of eager low-precision ar
 weight is on a key whose value is zero, so that errors in the small weights of all other keys show.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,8 +17,12 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.references.softmax_attention import E4M3_MAX
-from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.attention_case import AttentionCase, Contents, Storage
+
+NEARBY_ROUNDS = 6
+PLAINER = ("contents", "sinks", "window_left", "offsets", "head_pages", "rank", "num_kv_heads", "group", "head_dim")
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -58,4 +64,31 @@ def _judge(run: CaseRun) -> None:
         run.vary("a small e4m3 output of loud values", inputs, inputs.truth(**changes), **changes)
 
 
-CHECK = Check("K1", __doc__, _cases, _judge, drawn=itself, quick=4)
+def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[AttentionCase]:
+    """Yield plainer variants of this check's plainest wrong case, or of that of all checks, if all cases of check K18 are right
+    or declined. They show the diagnosis which values and which requests matter.
+    """
+    of_k18 = [verdict.outcome for verdict in verdicts if verdict.check == "K18"]
+    wrong = [verdict for verdict in verdicts if verdict.outcome in BROKEN]
+    plain = [each for each in wrong if each.judged.results and each.judged.results[0].wrong]  # the first call is wrong
+    cases = [verdict.case for verdict in plain if isinstance(verdict.case, AttentionCase)]
+    if not cases or not of_k18 or {*of_k18} & {*BROKEN}:
+        return
+    own = [verdict.case for verdict in plain if verdict.check == CHECK.key]
+    case: AttentionCase = min(own or cases, key=lambda case: len(repr(case)))  # a repr leaves out defaults
+    usual, size = torch.bfloat16, max(len(case.kv_lens) // 4, 1)
+    changes: list[dict[str, Any]] = [
+        {"storage": Storage(case.page_size, kv_layout=case.storage.kv_layout)},
+        {"dtype": usual, "kv_dtype": usual, "arithmetic": scope.ranges.arithmetic(usual, usual)},
+        {"top_k": 0, "entries": None, "top_k_lens": False},
+        *({name: getattr(AttentionCase, name)} for name in PLAINER),
+    ]
+    for at in range(0, len(case.kv_lens), size):
+        lens = (("kv_lens", case.kv_lens), ("q_lens", case.q_lens))
+        changes.append({name: (*each[:at], *each[at + size :]) for name, each in lens})
+    for each in changes:
+        with suppress(ValueError):  # an invalid case
+            yield replace(case, **each)
+
+
+CHECK = Check("K1", __doc__, _cases, _judge, drawn=itself, quick=4, nearby=(_plainer,) * NEARBY_ROUNDS)

@@ -10,8 +10,9 @@ covering array is a small set of cases that has every value, or every pair of va
   which kernels have separate code (`lab.checks.parameters.circumstances`), several forms in one case.
 * Full level: also each pair of values and each declared triple. A value whose cases were all declined is tried with every other
   value. A pair without a judged case is tried in cases with more default values, and finally alone.
-* Smoke and full level, if a case is wrong: also simpler cases, then few cases with its unusual values and all values of other
-  axes. They are for the diagnosis.
+* Smoke and full level, if a case is wrong, after all checks' other cases: also simpler cases, then few cases with its unusual
+  values and all values of other axes. If only cases of other checks are wrong: a case with the parameter values of each of a
+  few wrong results. These cases are for the diagnosis.
 """
 
 import itertools
@@ -24,6 +25,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
+from lab.checks.explain.feature import of_any_request
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, at_limits, circumstances
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
@@ -33,7 +35,7 @@ from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
-from lab.checks.parameters.values import DtypePair
+from lab.checks.parameters.values import DtypePair, Lse, Sinks
 from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
@@ -46,6 +48,7 @@ CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
 MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
+MOST_ALIKE = 8  # cases with the values of other checks' wrong results
 NEARBY_ROUNDS = 6  # after most runs' first five, no wrong case becomes simpler
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
@@ -193,16 +196,40 @@ def _without_seed(case: Configuration) -> str:
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
     """Yield cases that are simpler than the simplest wrong cases. If there is no new one, yield few cases that have the unusual
-    values of a simplest wrong case and together all values of the other axes. Both show the diagnosis which values matter.
+    values of a simplest wrong case and together all values of the other axes. If no case of this check is wrong, yield cases
+    with the values of other checks' wrong results. All show the diagnosis which values matter.
     """
-    model, wrong = _model(scope), [verdict.case for verdict in verdicts if verdict.outcome in BROKEN]
+    own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
+    model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
+    if not wrong:
+        return _new(itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE), own)
     simplest, reprs = _simplest(wrong), set(map(_without_seed, wrong))
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
-    if cases := [*filter(scope.is_chosen, _new(simpler, verdicts))]:
+    if cases := [*filter(scope.is_chosen, _new(simpler, own))]:
         return iter(cases)
-    return _new(itertools.chain.from_iterable(_around(scope, case) for case in simplest), verdicts)
+    return _new(itertools.chain.from_iterable(_around(scope, case) for case in simplest), own)
+
+
+def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield a case with the parameter values of each wrong result, as far as the model has such values."""
+    model = _model(scope)
+    for result in (each for verdict in verdicts for each in verdict.judged.results if each.wrong):
+        read: dict[str, Any] = of_any_request(result.features, [features for features, _ in result.requests])
+        read |= {"dtypes": f"{read.get('dtype')}/{read.get('kv_dtype')}", "heads": read.get("num_qo_heads")}
+        read |= {"head_dims": f"{read.get('head_dim')}/{read.get('v_head_dim')}", "lengths": read.get("longest_kv_len")}
+        read |= {"causal": "not_causal" not in read, "sinks": Sinks.PER_HEAD if "sinks" in read else Sinks.NONE}
+        read |= {"lse": Lse.RETURNED if "return_lse" in read else Lse.NONE}
+        point: Point = {}
+        for axis, values in model.axes.items():
+            given = read.get(axis)
+            smaller = [each for each in values if type(each) is type(given) is int and each <= given]
+            found = [each for each in values if str(each) == str(given)] or sorted(smaller)[-1:]
+            if found and model.fits({**point, axis: found[0]}):
+                point[axis] = found[0]
+        if (whole := model.completed(point)) is not None:
+            yield Configuration(scope.interface, whole, scope.ranges.seed)
 
 
 def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
@@ -261,10 +288,11 @@ def _judge(run: CaseRun) -> None:
 
 IN_CIRCUMSTANCES = tuple(partial(_left_in_circumstances, chosen) for chosen in (None, 1))
 PAIRS_AGAIN = tuple(partial(_again, chosen) for chosen in CHOSEN)
-NEARBY = (_nearby,) * NEARBY_ROUNDS
 MORE: dict[Level, Sequence[Following]] = {
     Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
-    Level.SMOKE: (*IN_CIRCUMSTANCES, *NEARBY),
-    Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *PAIRS_AGAIN, _alone, *NEARBY),
+    Level.SMOKE: IN_CIRCUMSTANCES,
+    Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *PAIRS_AGAIN, _alone),
 }
-CHECK = Check("K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, draw_on=_draw_on)
+CHECK = Check(
+    "K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, nearby=(_nearby,) * NEARBY_ROUNDS, draw_on=_draw_on
+)

@@ -98,6 +98,8 @@ class Run:
             for interface in interfaces if discovers else ():
                 self._narrow(interface)
             self._take_turns(each.rest() for each in runs)
+            for each in reversed(runs):  # K18's before those of K1
+                self._take_turns([each.near()])
             self._take_turns(each.go_on(random_until) for each in self._runs.values())
             self._audit()
         except KeyboardInterrupt:
@@ -108,7 +110,7 @@ class Run:
 
     def _narrow(self, interface: Interface) -> None:
         runs = [each for each in self._runs.values() if each.interface is interface]
-        verdicts = [verdict for each in runs for verdict in each.verdicts]
+        verdicts = self.verdicts_of(interface)
         if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
             return
         taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
@@ -116,6 +118,9 @@ class Run:
         if found is not None:
             self.report = replace(self.report, narrowed=(*self.report.narrowed, (interface, found)))
             self._take_turns([each.plan(found) for each in runs])
+
+    def verdicts_of(self, interface: Interface) -> list[CaseVerdict]:
+        return [verdict for each in self._runs.values() if each.interface is interface for verdict in each.verdicts]
 
     def _audit(self) -> None:
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
@@ -216,6 +221,13 @@ class CheckRun:
         """Judge the cases of the smoke level that are not planned yet, if the run's level is QUICK; else do nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
+
+    def near(self) -> Waits:
+        """Judge the check's cases near the wrong cases of all checks, unless the run's level is QUICK."""
+        for following in self._check.nearby if self._run.report.level is not Level.QUICK else ():
+            if not self._run.is_over:
+                cases = self._planned(following(self._scope, self._run.verdicts_of(self.interface)))
+                yield from self._judge(cases, self.keep)
 
     def _of_smoke(self, scope: Scope, _: Sequence[CaseVerdict]) -> Iterable[Any]:
         return self._check.cases(scope.interface, scope.ranges, Level.SMOKE)

@@ -219,6 +219,26 @@ def test_of_very_many_causes_the_first_are_named() -> None:
     assert len(found) == MOST_RULES < len(causes)
 
 
+@pytest.mark.parametrize(("spared", "rule"), [(30, "sinks"), (300, "mask")])
+def test_a_condition_of_all_wrong_results_replaces_no_rule_that_tells_far_more(spared: int, rule: str) -> None:
+    """Three wrong results have no sinks. Where more results without a mask are right, the mask tells as much as the sinks."""
+    wrong = [{"sinks": True, "mask": True}] * (200 if spared == 30 else 40) + [{"mask": True}] * 3
+    right = [{"mask": True}] * (30 if spared == 30 else 1) + [{"num_kv_heads": 2}] * spared
+    features = [*map(dict, (*wrong, *right))]
+    found = find_rules(features, np.arange(len(features)) < len(wrong), range(len(features)))
+    assert [str(literal) for literal in found[0]] == [rule]
+
+
+def test_an_interval_ends_at_a_power_of_2_and_begins_after_one() -> None:
+    features = [{"kv_len": number} for number in range(1, 301)]
+    for is_wrong, rule in (
+        (lambda number: number <= 128, "kv_len <= 128"),
+        (lambda number: number > 128, "kv_len >= 129"),
+    ):
+        wrong = np.array([is_wrong(each["kv_len"]) for each in features])
+        assert [str(literal) for literal in find_rules(features, wrong, range(300))[0]] == [rule]
+
+
 HALF, SMALL = "dtypes=fp16/fp16", "bmm1_scale=small"  # values of parameters of a configuration
 
 

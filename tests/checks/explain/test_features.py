@@ -67,19 +67,20 @@ def named(text: str) -> dict[str, Any]:
             DECODE,
             "function=decode dtype=bf16 kv_dtype=bf16 kv_layout=HND head_dim=64 v_head_dim=64 num_kv_heads=2 num_qo_heads=4 "
             "group=2 out_dtype=bf16 table_columns=6 pool_pages=14 pool_elements=28672 calls_before=0 page_size=16 "
-            "requests=2 rows_of_batch=4 longest_kv_len=40 unequal_kv_lens",
+            "requests=2 rows_of_batch=4 longest_kv_len=40 unequal_kv_lens loose_max_kv_len",
         ),
         (
             MLA,
             "function=mla_decode dtype=bf16 kv_dtype=bf16 kv_layout=MLA head_dim=80 v_head_dim=64 qk_rope_head_dim=16 "
             "num_kv_heads=1 num_qo_heads=4 group=4 out_dtype=bf16 table_columns=5 pool_pages=8 pool_elements=10240 "
-            "calls_before=0 page_size=16 requests=1 rows_of_batch=1 longest_kv_len=20 no_more_rows_than_requests",
+            "calls_before=0 page_size=16 requests=1 rows_of_batch=1 longest_kv_len=20 no_more_rows_than_requests "
+            "loose_max_kv_len",
         ),
         (
             RAGGED,
             "function=ragged_context dtype=bf16 head_dim=48 v_head_dim=32 num_kv_heads=3 num_qo_heads=3 group=1 "
             "out_dtype=float64 calls_before=0 page_size=64 requests=2 rows_of_batch=5 longest_kv_len=7 unequal_q_lens "
-            "unequal_kv_lens bmm1_scale_1 bmm1_scale_unusual out_given return_lse other_out_dtype",
+            "unequal_kv_lens not_descending bmm1_scale_1 bmm1_scale_unusual out_given return_lse other_out_dtype",
         ),
     ],
 )
@@ -125,6 +126,12 @@ WIDE = f"pool_elements={2 * K.numel()}"
 # The tests of a number and of a choice, and what they cost besides its thresholds and names.
 NUMBERS, CHOICES = (("==", 1.25), (">=", 0), ("<=", 1.25)), (("==", 0), ("!=", 2.5))
 SEPARATE = {"block_tables": TABLES.unsqueeze(1).repeat(1, 2, 1), "uses_shared_paged_kv_idx": False}
+
+
+def of_steps(first: set[int], last: set[int]) -> list[Any]:
+    """Return the tests of numbers at which intervals begin and end."""
+    has = {"==": first | last, ">=": first, "<=": last}
+    return [(op, step, 2.5 + bits) for step in sorted(first | last) for op, bits in NUMBERS if step in has[op]]
 
 
 def offsets(most: int, *values: int) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (
             DECODE,
             offsets(3, 0, 0, 3),
-            "cum_seq_lens_q_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows",
+            "cum_seq_lens_q_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows some_empty",
         ),
         (DECODE, {"window_left": 0}, "has_window window_left=0"),
         (DECODE, E4M3 | {"o_scale": 1.0}, "dtype=e4m3 kv_dtype=e4m3 out_dtype=e4m3"),
@@ -226,6 +233,27 @@ def test_rows_far_apart_are_a_feature(name: str, num_elements: int, features: st
     assert read(DECODE, **changes) == read(DECODE) | named(features)
 
 
+def test_bounds_are_compared_with_what_they_bound() -> None:
+    """The longest request has 40 keys in 3 pages of 6 columns."""
+    names = {"loose_max_q_len", "loose_max_kv_len", "table_beyond_bound"}
+    assert names & read(DECODE, max_seq_len=41).keys() == {"loose_max_kv_len", "table_beyond_bound"}
+    assert names & read(DECODE, max_seq_len=40).keys() == {"table_beyond_bound"}
+    assert names & read(DECODE, max_seq_len=81).keys() == {"loose_max_kv_len"}
+    most = ARGUMENTS[CONTEXT]["max_q_len"]
+    assert "loose_max_q_len" not in read(CONTEXT)
+    assert "loose_max_q_len" in read(CONTEXT, max_q_len=most + 1)
+
+
+def test_a_call_of_a_pass_has_the_lengths_of_its_case_and_its_own_entries() -> None:
+    arguments = sparse_arguments(latent_batch([1, 1], [140, 140]), [[0, 1], [1, -1]], 256)
+    of_call, of_case = features_of_call(MLA, arguments, CallLog()), CallFeatures.of_lengths({}, [9, 9], [1, 1])
+    found = of_call.of_pass(of_case)
+    assert [(each["kv_len"], "gap" in each) for each in found.of_requests] == [(9, False), (9, True)]
+    several = CallFeatures.of_lengths({}, [9, 9], [1, 2])  # the call has other requests
+    assert of_call.of_pass(several).of_requests == several.of_requests
+    assert of_call.of_pass(CallFeatures({})).of_requests == of_call.of_requests
+
+
 def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     arguments = ARGUMENTS[DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
     of_call = reading._read_call(DECODE, arguments, DecodeCall(**arguments).problem())
@@ -236,7 +264,7 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_lengths = (
         reading._read_request(0, (1,), 1, 16, -1)
         | reading._read_batch((1,), (1,), 16, -1)
-        | next(reading._read_rows((1,), 1))
+        | next(reading._read_earlier((1,), (1,), 1))
     )
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
@@ -246,14 +274,20 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     }
 
 
-def test_rows_are_compared_with_those_of_the_whole_batch_and_of_earlier_requests() -> None:
-    read = [*reading._read_rows((4, 2, 4), 8)]
-    assert [each["packed_rows"] for each in read] == [32, 16, 32]
-    assert [each["fewer_rows"] for each in read] == [False, True, False]
-    assert [each["after_fewer_rows"] for each in read] == [False, False, True]
-    assert [each["packed_rows"] for each in reading._read_rows((4,), 0)] == [
-        None
-    ]  # a metadata builder's batch has no heads
+def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests() -> None:
+    read = [*reading._read_earlier((9, 9, 5, 8), (4, 2, 4, 4), 8)]
+    assert [each["packed_rows"] for each in read] == [32, 16, 32, 32]
+    assert [each["fewer_rows"] for each in read] == [False, True, False, False]
+    assert [each["after_fewer_rows"] for each in read] == [False, False, True, True]
+    assert [each["after_shorter"] for each in read] == [False, False, False, True]
+    of_builder = next(reading._read_earlier((4,), (4,), 0))  # a metadata builder's batch has no heads
+    assert of_builder["packed_rows"] is None
+
+
+@pytest.mark.parametrize(("kv_lens", "q_lens"), [((0, 5, 5), (1, 1, 1)), ((5, 5, 5), (0, 1, 1))])
+def test_a_request_without_rows_or_keys_precedes_others(kv_lens: tuple[int, ...], q_lens: tuple[int, ...]) -> None:
+    read = [*reading._read_earlier(kv_lens, q_lens, 1)]
+    assert [each["after_empty"] for each in read] == [False, True, True]
 
 
 SEVERAL = [-1] * 128
@@ -385,7 +419,7 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (0, 0, -1, TILE, "no_keys no_rows no_prefix"),
         (70, 0, -1, TILE, "partial_page no_rows"),
         (3, 3, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
-        (4, 6, -1, TILE, "partial_page fewer_keys q_len_no_power_of_2"),
+        (4, 6, -1, TILE, "partial_page fewer_keys rows_before_keys q_len_no_power_of_2"),
         (20, 1, 19, TILE, "partial_page"),
         (20, 1, 18, TILE, "partial_page hidden_keys window_in_page"),
         (20, 1, 0, TILE, "partial_page hidden_keys window_in_page"),
@@ -427,12 +461,13 @@ def test_requests_are_distinguished_by_their_places_and_neighbours(
     ("kv_lens", "q_lens", "conditions"),
     [
         ((5, 5), (1, 1), "no_more_rows_than_requests"),
-        ((5, 6), (1, 1), "no_more_rows_than_requests unequal_kv_lens"),
+        ((5, 6), (1, 1), "no_more_rows_than_requests unequal_kv_lens not_descending"),
+        ((6, 5), (1, 1), "no_more_rows_than_requests unequal_kv_lens"),
         ((5, 5), (1, 2), "unequal_q_lens"),
-        ((5, 0), (1, 1), "no_more_rows_than_requests unequal_kv_lens some_no_keys"),
-        ((0, 0), (1, 1), "no_more_rows_than_requests some_no_keys all_no_keys"),
-        ((5, 5), (0, 1), "no_more_rows_than_requests unequal_q_lens some_no_rows"),
-        ((5, 5), (0, 0), "no_more_rows_than_requests"),
+        ((5, 0), (1, 1), "no_more_rows_than_requests unequal_kv_lens some_no_keys some_empty"),
+        ((0, 0), (1, 1), "no_more_rows_than_requests some_no_keys all_no_keys some_empty"),
+        ((5, 5), (0, 1), "no_more_rows_than_requests unequal_q_lens some_no_rows some_empty"),
+        ((5, 5), (0, 0), "no_more_rows_than_requests some_empty"),
         ((), (), "no_more_rows_than_requests all_no_keys"),
     ],
 )
@@ -547,16 +582,12 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         (Condition("it"), (True, None), [("is", True, 0), ("is not", True, 2.5)]),
         (Number("it"), (3, None, 1), [(op, step, 1 + more) for step in (1, 3) for op, more in NUMBERS]),
         (Number("it"), range(12), [(op, step, 2.5 + bits) for step in range(12) for op, bits in NUMBERS]),
-        (Number("it"), range(13), [(op, step, 2.5 + bits) for step in (0, 1, 2, 3, 5, 9, 12) for op, bits in NUMBERS]),
-        (
-            Number("it"),
-            range(0, 130, 4),
-            [(op, step, 2.5 + bits) for step in (0, 4, 8, 12, 20, 36, 68, 128) for op, bits in NUMBERS],
-        ),
+        (Number("it"), range(13), of_steps({0, 1, 2, 3, 5, 9, 12}, {0, 1, 2, 4, 8, 12})),
+        (Number("it"), range(0, 130, 4), of_steps({0, 4, 8, 12, 20, 36, 68, 128}, {0, 4, 8, 16, 32, 64, 128})),
     ],
 )
 def test_the_tests_of_a_feature_and_their_bits(feature: CaseFeature, values: Any, tests: list[Any]) -> None:
-    """Of many numbers, the thresholds are those next after a power of two, where kernels change."""
+    """Of many numbers, intervals begin next after a power of two, where kernels change, or end at one."""
     assert list(feature.tests(feature.column(values))) == tests
 
 

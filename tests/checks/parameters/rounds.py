@@ -30,7 +30,7 @@ def verdicts_in_rounds(
 
     first = Level.SMOKE if level is Level.FULL else level
     add(CHECK.cases(function, ranges, first, shard if level is first else Shard()))
-    for following in CHECK.more[level]:
+    for following in (*CHECK.more[level], *(CHECK.nearby if level is not Level.QUICK else ())):
         add(list(following(Scope(function, ranges, level, shard), verdicts)))
     return verdicts
 

@@ -1,15 +1,18 @@
 """Pairs that occur in declined cases alone are judged again in smaller ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lab.calls.problem import AttentionCall
-from lab.checks import Configuration, Level, Outcome, judge
+from lab.checks import AttentionCase, Configuration, Level, Outcome, Ranges, judge
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.parameters.coverage import Coverage, Reach, coverage
 from lab.checks.parameters.models import MODELS
 from lab.checks.properties.check import Scope
+from lab.checks.properties.k01_oracle import CHECK as ORACLE
 from lab.checks.properties.k18_combinations import CHECK
-from lab.checks.run.verdicts import CaseVerdict, Judged
+from lab.checks.run.verdicts import CaseVerdict, CheckedResult, Judged
 from lab.workloads.interfaces import MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
 from tests.checks.small import SMALL
@@ -91,7 +94,6 @@ def test_after_a_wrong_case_simpler_cases_show_what_it_needs_and_others_what_it_
         }
         assert {case[axis] for case in near} == fitting
     assert len({repr(verdict.case) for verdict in verdicts}) == len(verdicts)
-    assert CHECK.more[Level.FULL][-1] is CHECK.more[Level.SMOKE][-1]
 
 
 def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_values() -> None:
@@ -100,7 +102,7 @@ def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_value
     verdicts = [CaseVerdict("a kernel", "K18", function, wrong, "cpu", Judged(Outcome.WRONG, judged=1))]
 
     def near(scope: Scope) -> list[Configuration]:
-        return list(CHECK.more[Level.SMOKE][-1](scope, verdicts))
+        return list(CHECK.nearby[-1](scope, verdicts))
 
     def is_sent(case: Configuration) -> bool:
         return case["out"] == wrong["out"]
@@ -109,6 +111,52 @@ def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_value
     found = near(Scope(function, SMALL, Level.SMOKE, is_chosen=is_sent))
     assert found
     assert all(map(is_sent, found))
+
+
+WRONG_IN_K1 = AttentionCase(AttentionCall.DECODE, (9, 9000), (4, 4), window_left=3, sinks=True)
+
+
+def wrong_in(check: str, case: Any, *held: str, is_wrong: bool = True) -> CaseVerdict:
+    """Return a verdict on a case with results of the kinds `held`, which have the features of `WRONG_IN_K1`."""
+    of_case = features_of_case(WRONG_IN_K1)
+    requests = tuple((each, is_wrong) for each in of_case.of_requests)
+    results = tuple(CheckedResult("the call", each, of_case.features, is_wrong, requests) for each in held)
+    outcome = Outcome.WRONG if is_wrong else Outcome.RIGHT
+    return CaseVerdict("a kernel", check, AttentionCall.DECODE, case, "cpu", Judged(outcome, judged=1, results=results))
+
+
+def test_where_other_checks_alone_are_wrong_k18_has_a_case_with_their_values() -> None:
+    scope = Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE)
+    (alike,) = CHECK.nearby[0](scope, [wrong_in("K1", WRONG_IN_K1, "output", "output")])
+    named = ("q_len", "window_left", "sinks", "lengths", "requests", "group", "lse")
+    lengths = MODELS[AttentionCall.DECODE](Ranges()).axes["lengths"]
+    below = max(each for each in lengths if isinstance(each, int) and each <= 9000)
+    assert [alike[name] for name in named] == [4, 1, "per head", below, 1, 4, "none"]
+    in_k14 = wrong_in("K14", Configuration(AttentionCall.DECODE, {"mask": "tree"}), "output")  # it has several calls
+    assert list(CHECK.nearby[0](scope, [in_k14])) == [alike]
+    assert not list(CHECK.nearby[0](scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
+
+
+def test_where_k18_is_right_k1_has_plainer_cases() -> None:
+    scope = Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE)
+    right = wrong_in("K18", Configuration(AttentionCall.DECODE), "output", is_wrong=False)
+    wrong, longer = (
+        wrong_in("K6", WRONG_IN_K1, "output"),
+        replace(WRONG_IN_K1, kv_lens=(9, 9000, 9000), q_lens=(4, 4, 4)),
+    )
+
+    def plainer(*verdicts: CaseVerdict) -> list[AttentionCase]:
+        return list(ORACLE.nearby[0](scope, verdicts))
+
+    found = plainer(right, wrong, wrong_in("K7", longer, "output"))
+    assert {(case.kv_lens, case.window_left, case.sinks) for case in found} == {
+        *(((9, 9000), 3, True), ((9, 9000), -1, True), ((9, 9000), 3, False)),
+        *(((9000,), 3, True), ((9,), 3, True)),
+    }
+    assert len(plainer(right, wrong, wrong_in("K1", longer, "output"))) == len(found) + 1  # its three requests
+    assert not plainer(wrong)  # K18 is not in the run
+    assert not plainer(wrong, wrong_in("K18", Configuration(AttentionCall.DECODE), "output"))
+    assert not plainer(right, wrong_in("K6", WRONG_IN_K1))  # its first call is not known to be wrong
 
 
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:
