@@ -29,7 +29,7 @@ EVERYWHERE = 0.9  # if a larger share of the units is wrong, the only rule is th
 MOSTLY = 0.8  # if a larger share of the units is wrong, the rules must leave out a tenth of all units
 PURE = 0.9  # least share of wrong units inside a rule
 PURE_ALONE = 0.75  # least share of wrong units inside one literal that replaces several rules
-FAR_BETTER = 1 / 3  # most bits of a rule that one literal does not replace, relative to the bits of this literal
+FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, relative to that of this literal
 # If nearly all units are wrong, a rule counts only if the probability that as many units outside of it are right by
 # chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
@@ -152,7 +152,7 @@ class _Search:
         alone = self._covering(self.costs)
         # Several rules may only describe in which cases the bug is visible. But if most units are wrong, any literal holds for
         # few right ones: it replaces no rule that separates wrong units from right ones far better.
-        is_better = bool(alone and found) and self._total_bits(found[0]) < FAR_BETTER * self._total_bits(alone)
+        is_better = bool(alone and found) and self._entropy(found[0]) < FAR_BETTER * self._entropy(alone)
         if alone and not is_better and (wrong_outside or (right_inside and len(found) > 1)):
             found = [alone]
         if found and found != [sure] and all_bad > MOSTLY * total:
@@ -171,10 +171,10 @@ class _Search:
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
-    def _total_bits(self, rule: Chosen) -> float:
+    def _entropy(self, rule: Chosen) -> float:
         right_inside, wrong_outside = self._errors([rule])
         inside = _bits(self.bad.sum() - wrong_outside, right_inside)
-        return float(inside + _bits(wrong_outside, self.good.sum() - right_inside) + self.costs[[*rule]].sum())
+        return float(inside + _bits(wrong_outside, self.good.sum() - right_inside))
 
     def _several(self) -> list[Chosen]:
         rules: list[Chosen] = []

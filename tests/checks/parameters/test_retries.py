@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from corpus.kernels import kernel
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, Configuration, Level, Outcome, Ranges, judge
 from lab.checks.explain.call_features import features_of_case
@@ -154,9 +155,22 @@ def test_where_k18_is_right_k1_has_plainer_cases() -> None:
         *(((9000,), 3, True), ((9,), 3, True)),
     }
     assert len(plainer(right, wrong, wrong_in("K1", longer, "output"))) == len(found) + 1  # its three requests
+    many = plainer(right, wrong_in("K6", AttentionCase(AttentionCall.DECODE, (9,) * 9, (1,) * 9), "output"))
+    assert {len(case.kv_lens) for case in many} == {9, 8, 7}
     assert not plainer(wrong)  # K18 is not in the run
     assert not plainer(wrong, wrong_in("K18", Configuration(AttentionCall.DECODE), "output"))
     assert not plainer(right, wrong_in("K6", WRONG_IN_K1))  # its first call is not known to be wrong
+
+
+def test_the_judge_judges_cases_near_a_wrong_one() -> None:
+    function = MetadataFunction.DRAFT_KV_INDICES
+    report = judge(
+        kernel("late_tokens_missing").implementation(), level="smoke", functions=[function.value], **SETTINGS
+    )
+    fixed = [repr(case) for case in CHECK.cases(function, SMALL, Level.SMOKE)]
+    cases = [repr(verdict.case) for verdict in report.verdicts]
+    assert cases[: len(fixed)] == fixed
+    assert len(fixed) < len(cases) == len({*cases})
 
 
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:
