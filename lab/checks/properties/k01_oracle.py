@@ -16,12 +16,11 @@ import torch
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
-from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.check import NEARBY_ROUNDS, Check, Scope, itself
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.references.softmax_attention import E4M3_MAX
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
 
-NEARBY_ROUNDS = 6
 PLAINER = ("contents", "sinks", "window_left", "offsets", "head_pages", "rank", "num_kv_heads", "group", "head_dim")
 
 

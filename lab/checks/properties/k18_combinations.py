@@ -36,7 +36,7 @@ from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import DtypePair, Lse, Sinks
-from lab.checks.properties.check import Check, Following, Level, Scope
+from lab.checks.properties.check import NEARBY_ROUNDS, Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.ranges import SEEDS, Ranges
@@ -49,7 +49,6 @@ CHOSEN = (None, None, 6, 4)
 MOST_PRODUCTS = 2**24
 MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
 MOST_ALIKE = 8  # cases with the values of other checks' wrong results
-NEARBY_ROUNDS = 6  # after most runs' first five, no wrong case becomes simpler
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
 
