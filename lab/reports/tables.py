@@ -282,7 +282,8 @@ class TableReport:
 
 
 def items(lines: Iterable[str]) -> str:
-    return "\n".join(f"* {in_markdown(line)}" for line in lines)
+    """Return a Markdown list of the lines. An indented line is an item below the line before it."""
+    return "\n".join(f"{'  ' * line.startswith(' ')}* {in_markdown(line.strip())}" for line in lines)
 
 
 def print_lines(console: Any, lines: Iterable[str], style: str = "") -> None:
