@@ -137,6 +137,11 @@ def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
     assert not judged_anew()
 
 
+def test_a_run_without_a_file_has_no_digest(kernel: Path) -> None:
+    assert judged(kernel).run
+    assert judged(kernel, out=None).run == ""
+
+
 FORGES_THE_DIGEST = """
 from lab.checks.run import sources
 

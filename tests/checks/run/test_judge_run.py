@@ -229,6 +229,14 @@ def test_an_audit_goes_on_though_the_time_is_over_until_it_has_confirmed_somethi
     assert [each.outcome for each in run._report_so_far().verdicts if each.outcome is not Outcome.RIGHT] == outcomes
 
 
+def test_one_audited_case_confirms_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter((RIGHT, PREVENTED))
+    monkeypatch.setattr(audit, "chosen", lambda verdicts: [verdicts])
+    monkeypatch.setattr(audit, "audit", lambda *_: next(found))
+    again = audit.audited(Mock(), judged(run_of(a_check()))[:2], lambda: False)
+    assert [each.outcome for each in again] == [Outcome.RIGHT, Outcome.DECLINED]
+
+
 def test_an_audit_has_a_case_of_each_check_and_confirms_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def right(check: str, function: AttentionCall, kv_len: int = 20) -> CaseVerdict:
         case = AttentionCase(function, (kv_len,), (1,))

@@ -230,6 +230,19 @@ def test_cases_that_a_shard_left_out_are_left_out_of_the_whole(tmp_path: Path) -
     assert "left out, the time was over" in str(united)
 
 
+def test_a_known_failure_of_a_shard_stays_known(paths: list[Path]) -> None:
+    first, *others = json.loads(paths[0].read_text())["cases"]
+    known = {
+        "outcome": "known",
+        "wrongs": ["the call: 1 vector is wrong"],
+        "worst_ratio": 9.0,
+        "finding": "page#heading",
+    }
+    changed(paths[0], cases=[first | known, *others])
+    (found,) = (each for each in merged(paths).verdicts if each.outcome is Outcome.KNOWN)
+    assert (found.finding, found.reason) == ("page#heading", "the call: 1 vector is wrong")
+
+
 def test_of_equal_verdicts_on_a_case_the_one_with_the_largest_error_counts(paths: list[Path]) -> None:
     first = next(case for path in paths for case in json.loads(path.read_text())["cases"])
     for path, ratio in zip(paths, (0.75, 0.5), strict=True):
