@@ -197,7 +197,7 @@ def budget(
 class Explanation:
     """The verdict on a failed test, with the reason and the numbers on which it is based."""
 
-    verdict: str  #: "noise", "bug" or "cannot be told"
+    verdict: str  #: "noise", "bug" or "undecided"
     reason: str
     #: "simulated": simulated elements; "mean", "mean_at_bound": mean number of mismatches in a test of this size, of a right
     #: kernel and of one whose errors equal the judge's bound; "probability": of the test's mismatches; "largest": the largest
@@ -226,7 +226,7 @@ def explain(
                           for a kernel whose errors are as large as the judge's bounds
         "noise"           if in the simulation the number of mismatches and the largest difference each have a probability
                           of at least `LEVEL`
-        "cannot be told"  otherwise
+        "undecided"  otherwise
 
     Args:
         mismatched, elements: the numbers of mismatches and of all elements in the failed test.
@@ -260,7 +260,7 @@ def explain(
         verdict, reason = "noise", f"{count} have a probability of {of_count:.2g} for a right kernel"
         reason += "" if off_by is None else f", a difference of {off_by:.3g} or more one of {of_largest:.2g}"
     else:
-        verdict, reason = "cannot be told", "it is more than the simulation shows, and not more than the judge allows"
+        verdict, reason = "undecided", "it is more than the simulation shows, and not more than the judge allows"
     excess = f", {reached / atol - 1:.0%} over atol" if 0 < atol < reached else ""
     facts = (
         f"A right kernel exceeds the tolerance in {mean:,.3g} of {elements:,} elements in the mean, and one at the judge's "

@@ -157,10 +157,10 @@ def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask:
     assert numbers["mean"] < numbers["mean_at_bound"]
     assert 2e-3 < numbers["largest"] < numbers["judge_allows"]
     assert ask(off_by=0.999 * numbers["largest"]).verdict == "noise"
-    assert ask(off_by=1.001 * numbers["largest"]).verdict == "cannot be told"
+    assert ask(off_by=1.001 * numbers["largest"]).verdict == "undecided"
     assert ask(elements=8).verdict == "noise"
-    assert ask(elements=8, off_by=0.999 * numbers["largest"]).verdict == "cannot be told"  # too rare in 8 elements
-    assert ask(off_by=0.999 * numbers["judge_allows"]).verdict == "cannot be told"
+    assert ask(elements=8, off_by=0.999 * numbers["largest"]).verdict == "undecided"  # too rare in 8 elements
+    assert ask(off_by=0.999 * numbers["judge_allows"]).verdict == "undecided"
     beyond = ask(off_by=1.001 * numbers["judge_allows"])
     assert beyond.verdict == "bug"
     assert beyond.reason.startswith(f"the largest difference is {1.001 * numbers['judge_allows']:.4g}, ")
@@ -169,7 +169,7 @@ def test_what_right_kernels_do_is_noise_and_what_the_judge_refuses_is_a_bug(ask:
 
 def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callable[..., Explanation]) -> None:
     verdicts = {count: ask(mismatched=count).verdict for count in (1, 16, 200, 400)}
-    assert verdicts == {1: "noise", 16: "cannot be told", 200: "cannot be told", 400: "bug"}
+    assert verdicts == {1: "noise", 16: "undecided", 200: "undecided", 400: "bug"}
     assert 200 < ask().numbers["mean_at_bound"] < 400
     probabilities = [ask(mismatched=count).numbers["probability"] for count in (1, 4, 64)]
     assert probabilities == sorted(probabilities, reverse=True)
@@ -178,8 +178,8 @@ def test_too_many_mismatches_are_a_bug_and_some_more_cannot_be_told(ask: Callabl
 
 
 def test_without_simulated_mismatches_nothing_is_noise(ask: Callable[..., Explanation]) -> None:
-    assert ask(atol=1.0).verdict == "cannot be told"
-    assert ask(atol=1.0, elements=10**9, mismatched=1000).verdict == "cannot be told"  # the simulation is too small
+    assert ask(atol=1.0).verdict == "undecided"
+    assert ask(atol=1.0, elements=10**9, mismatched=1000).verdict == "undecided"  # the simulation is too small
 
 
 def test_a_reference_on_the_original_values_sees_the_quantisation_error(ask: Callable[..., Explanation]) -> None:
@@ -198,7 +198,7 @@ def test_the_failures_of_two_public_tests() -> None:
     small = explain(
         setting, drawn_requests(setting, 20 * 8192), mismatched=2, elements=8192, atol=1e-3, rtol=1e-3, off_by=1.16e-3
     )
-    assert small.verdict == "cannot be told"
+    assert small.verdict == "undecided"
     setting = Setting("e4m3", 2047, query="e4m3", head_dim=256)
     asked = {"mismatched": 4007, "elements": 541_663_232, "atol": 0.1, "rtol": 0.1, "off_by": 96.5625}
     large = explain(setting, drawn_requests(setting, 16 * 2048), **asked)
@@ -273,7 +273,7 @@ def test_the_command_takes_a_recording(recording: Path, capsys: pytest.CaptureFi
         ),
         ("--atol 1e-2 --mismatched 1 --off-by 96.5", 1, "bug: the largest difference is 96.5, "),
         ("--atol 1e-2 --mismatched 1 --exceeds 9700%", 1, "bug: the largest difference is 0.98, "),
-        ("--atol 1 --mismatched 1", 125, "cannot be told: it is more than the simulation shows"),
+        ("--atol 1 --mismatched 1", 125, "undecided: it is more than the simulation shows"),
     ],
 )
 def test_the_command_answers(failure: str, status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:

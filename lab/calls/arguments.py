@@ -205,7 +205,9 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return the largest number of query rows that a request of a decode call may have."""
+    """Return the largest number of query rows that a request of a decode call may have. Raise ValueError if `max_q_len`,
+    `q_len_per_req` and `cum_seq_lens_q` contradict each other.
+    """
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
             raise ValueError(f"max_q_len={call.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req")

@@ -84,7 +84,7 @@ class Launcher:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, and record in `log` that FlashInfer's Python code has filled the tensor with zeros."""
+        """Return `tensor` unchanged, after noting in `log` that FlashInfer's Python code has filled it with zeros."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 

@@ -9,7 +9,7 @@ from lab.exit_status import ExitStatus
 from lab.provenance import environment
 from lab.reports.tables import Cell, Columns, TableReport, in_short, make_table, number, words
 
-STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "cannot be told": ExitStatus.NOT_JUDGED}
+STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "undecided": ExitStatus.NOT_JUDGED}
 
 
 def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:

@@ -92,5 +92,5 @@ def test_json_has_no_control_character_and_is_read_back() -> None:
 def test_an_indented_line_is_an_item_below_the_line_before() -> None:
     assert (
         items(("2 ulp", "    lab judge --case a.json#1", "1 <b>"))
-        == "* 2 ulp\n  * lab judge --case a.json#1\n* 1 &lt;b&gt;"
+        == "* 2 ulp\n  * lab judge --case a.json#1\n* 1 &lt;b>"
     )

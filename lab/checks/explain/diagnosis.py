@@ -329,7 +329,7 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
     shared = sorted(map(feature_named, names), key=lambda each: each.cost)
     share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
     rest = f"Among their requests, {within(broken)}" if any(region.literals for region in regions) else broken
-    return f"No judged call is right, so that a rule cannot be told from the recording.{share} {rest}"
+    return f"No judged call is right, so that the recording shows no rule.{share} {rest}"
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:

@@ -112,7 +112,9 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata of a forward pass and of a later pass. It must not change if the tensors of its batch change."""
+    """Judge the metadata of a forward pass, and then that of a later pass. The metadata of the first pass must not change when
+    the later pass is built, and the metadata of the later pass must not change when the engine overwrites its batch's tensors.
+    """
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])

@@ -118,7 +118,9 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set in `kv_lens` the number of keys of each longest request, in turn to `longest()` and to half of `longest()`."""
+    """Set in `kv_lens` the numbers of keys of the requests that the configuration `of` makes the longest: `longest()` for the
+    first, third and so on, and half of it for those between.
+    """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 

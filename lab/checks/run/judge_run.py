@@ -267,7 +267,9 @@ class CheckRun:
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
-        """Judge random cases until the time `end` of `time.monotonic`, or until `MOST_WRONG` different cases were wrong."""
+        """Judge random cases until the time `end` of `time.monotonic`, or until `MOST_WRONG` different cases were wrong. Yield
+        the cases that run in workers (`in_turns`).
+        """
         samples = self._shard.part(self._check.draw_on(self._scope, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:

@@ -28,7 +28,9 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return an upper bound of a K/V head's blocks of query rows, in requests of at least `least_q_len` query tokens."""
+    """Return an upper bound of the number of blocks of query rows for each K/V head. Requests with fewer query tokens than
+    `least_q_len` have no block; None: all requests have blocks.
+    """
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * problem.group // block_rows
     return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))

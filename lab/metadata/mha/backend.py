@@ -155,7 +155,9 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the factor that a call applies to K or V (SGLang 0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`)."""
+    """Return the factor by which a call multiplies K or V: `scale` for NVFP4, a positive `scale` for e4m3, else 1 (SGLang
+    0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
+    """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
     return scale if kv_dtype == NVFP4 else 1.0

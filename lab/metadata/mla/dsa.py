@@ -78,11 +78,11 @@ def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer, dcp_
     `pool` is the pool of the whole group, and all GPUs have the same metadata.
 
     ================================  ======================================================================
-    mode                              seq_lens of row j of a request with q rows
+    mode                              metadata's seq_lens of row j of a request with q rows
     ================================  ======================================================================
-    DECODE, IDLE, every draft step    seq_lens
-    TARGET_VERIFY                     indexer.selected_lens(seq_lens + j + 1)
-    DRAFT_EXTEND_V2, the prefills     indexer.selected_lens(max(seq_lens - q + j + 1, 0))
+    DECODE, IDLE, every draft step    batch.seq_lens, which the indexer does not limit
+    TARGET_VERIFY                     indexer.selected_lens(batch.seq_lens + j + 1)
+    DRAFT_EXTEND_V2, the prefills     indexer.selected_lens(max(batch.seq_lens - q + j + 1, 0))
     ================================  ======================================================================
 
     ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without ``seq_lens_cpu`` it is the

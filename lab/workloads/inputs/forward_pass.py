@@ -188,8 +188,8 @@ def mha_truth(
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
     """Return the expected results of one layer. The query rows, [num_rows, num_qo_heads, head_dim], are each request's last
-    tokens. The layer's scales apply if the cache is quantised. `arithmetic` is the dtype of the control's operands; None means
-    the query's dtype.
+    tokens. The layer's scales apply if the cache is quantised. The error bound is that of a kernel that rounds the operands of
+    its products to the dtype `arithmetic`; None means the query's dtype.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
     rules = Rules(

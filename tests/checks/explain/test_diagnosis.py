@@ -329,7 +329,7 @@ def test_where_every_recorded_call_is_wrong_the_plainest_conditions_that_all_sha
         for n in (1, 2, 3, 4)
     ]
     assert diagnose(verdicts).broken == (
-        "No judged call is right, so that a rule cannot be told from the recording. All share: a draft mask is given; "
+        "No judged call is right, so that the recording shows no rule. All share: a draft mask is given; "
         "sinks are given; a window is set; no request of the batch has keys; a request has no keys. Among their requests, the "
         "output is wrong wherever a request has 4 query rows or more (4 of 4 results)."
     )
