@@ -20,13 +20,14 @@ from functools import partial
 from typing import Annotated, Any
 
 from lab.commands.options import Trace
-from lab.reports.tables import Table, number
+from lab.reports.tables import Table
 from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
 from studies.recording import Formats, Recorded, rows_by_point, table_of
 from studies.study import Modules, Part, Scenarios, TimedStudy, requests_of, sizes, trace_name
+from studies.targets import TIME_COLUMNS
 from studies.variants import JUDGED, Point, Variant
 
 SCENARIOS = tuple(
@@ -80,13 +81,8 @@ def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 COLUMNS: Formats = {
-    "point": "{point}",
-    "variant": "{arm}",
-    "kernel": "{kernel}",
-    "µs": "{median_us:,.1f}",
-    "spread, µs": "{iqr_us:,.1f}",
-    "floor, %": "{floor_percent:.1f}",
-    "speed of 1 call, x": lambda row: number(row["speed_of_baseline"], 3),
+    **{name: TIME_COLUMNS[name] for name in ("point", "variant", "kernel", "µs", "spread, µs", "floor, %")},
+    "speed of 1 call, x": TIME_COLUMNS["speed, x"],
 }
 
 
