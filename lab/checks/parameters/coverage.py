@@ -108,7 +108,7 @@ def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
-    return taken, [] if taken is None else [goal for goal in taken.tuples() if goal not in judged]
+    return taken, [] if taken is None else [*taken.tuples(judged)]
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:

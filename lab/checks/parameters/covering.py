@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import random
 import re
 import zlib
@@ -127,13 +128,24 @@ class Model:
         """Return True if the values in `point` break no rule. A rule about an axis that `point` lacks is not tested. If `added`
         names an axis, only the rules about this axis are tested.
         """
-        return next(self._broken(point, added), None) is None
+        return next(self._broken(point, self._rules_of[added] if added else self.rules), None) is None
 
-    def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
+    def _broken(self, point: Mapping[str, Any], rules: Iterable[Constraint]) -> Iterator[Constraint]:
         has = point.keys()
-        for rule in self._rules_of[added] if added else self.rules:
+        for rule in rules:
             if has >= rule.needs and not rule.fits(*[point[name] for name in rule.axes]):
                 yield rule
+
+    def _fitting(self, name: str, point: Point) -> list[Any]:
+        """Return the values of an axis that break no rule together with `point`, which has no value of the axis."""
+        has, own = {*point, name}, dict(point)
+        rules = [rule for rule in self._rules_of[name] if has >= rule.needs]
+
+        def fits(value: Any) -> bool:
+            own[name] = value
+            return next(self._broken(own, rules), None) is None
+
+        return [*filter(fits, self.axes[name])] if rules else [*self.axes[name]]
 
     @functools.cached_property
     def _rules_of(self) -> Mapping[str, tuple[Constraint, ...]]:
@@ -181,7 +193,7 @@ class Model:
         in_the_way: set[str] = set()
         for value in self.axes[name]:
             point[name] = value
-            broken = next(self._broken(point, name), None)
+            broken = next(self._broken(point, self._rules_of[name]), None)
             found = set(broken.axes) if broken else self._complete(point, others)
             if found is None:
                 return None
@@ -206,9 +218,12 @@ class Model:
     def values(self) -> Iterator[Values]:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
-    def tuples(self) -> Iterator[Values]:
-        """Yield the pairs and declared triples of values that this part of the run must cover, and that break no rule."""
-        return (goal for goal in self._goals() if self.shard.has(goal) and self.fits(dict(goal)))
+    def tuples(self, met: Collection[Values] = ()) -> Iterator[Values]:
+        """Yield the pairs and declared triples of values that this part of the run must cover, that break no rule, and that are
+        not in `met`.
+        """
+        left = (goal for goal in self._goals() if goal not in met)
+        return (goal for goal in left if self.shard.has(goal) and self.fits(dict(goal)))
 
     def _goals(self) -> Iterator[Values]:
         for names in (*itertools.combinations(self.axes, 2), *self.triples):
@@ -227,7 +242,7 @@ class Model:
             is_near = any(all(self.fits(point | values, name) for name in values) for point in near)
             if is_near or self.completed(values) is not None:
                 return ""
-            direct = self._broken(values)
+            direct = self._broken(values, self.rules)
             alone = (rule for rule, others in without_one if others.completed(values) is not None)
             return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
@@ -242,12 +257,23 @@ class Model:
         """Yield the values, pairs and declared triples of values that a point covers. If a point has values of `vacuous` or of
         groups in `apart` (None: the groups of the model), it covers only the combinations with a value of each such group.
         """
+        values = {name: (name, point[name]) for name in self.axes}
+        has = {*point.items()}
         groups = (self.vacuous, *(self._apart if apart is None else apart))
-        present = [group for group in groups if not group.isdisjoint(point.items())]
-        values = [(name, point[name]) for name in self.axes]
-        triples = (tuple((name, point[name]) for name in names) for names in self.triples)
-        found: Iterator[Values] = itertools.chain(zip(values, strict=True), itertools.combinations(values, 2), triples)
-        return (each for each in found if not any(group.isdisjoint(each) for group in present)) if present else found
+        present = [names for group in groups if (names := frozenset(name for name, _ in group & has))]
+        singles = ((each,) for name, each in values.items() if all(name in names for names in present))
+        return itertools.chain(singles, (chosen(values) for chosen in self._choosers(frozenset(present))))
+
+    @functools.cached_property
+    def _choosers(self) -> Callable[[frozenset[frozenset[str]]], list[Callable[[Mapping[str, Any]], Values]]]:
+        """Return functions that choose the pairs and triples with an axis of each of some sets of axes."""
+        several = (*itertools.combinations(self.axes, 2), *self.triples)
+
+        @functools.cache
+        def choosers(present: frozenset[frozenset[str]]) -> list[Callable[[Mapping[str, Any]], Values]]:
+            return [operator.itemgetter(*each) for each in several if not any(map(frozenset(each).isdisjoint, present))]
+
+        return choosers
 
     def apart_from(self, values: Collection[tuple[str, Any]]) -> tuple[Group, ...]:
         # A group counts if `values` also has values of its axes outside the group.
@@ -297,8 +323,7 @@ class Model:
         for name in names:
             if most <= 0:
                 break
-            allowed = (value for value in self.axes[name] if (name, value) not in others)
-            values = [value for value in allowed if self.fits(point | {name: value}, name)]
+            values = [value for value in self._fitting(name, point) if (name, value) not in others]
             rng.shuffle(values)
             if not values:
                 return whole
@@ -312,20 +337,31 @@ class Model:
 class _Left:
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
-        # From an (axis, value) pair to the goals that contain it, each with the remaining pairs of the goal.
-        self._others: dict[tuple[str, Any], dict[Values, Values]] = {}
+        # From an (axis, value) pair to the goals that contain it, by the remaining pairs of the goal: one pair, or several.
+        self._by_pair: dict[tuple[str, Any], dict[tuple[str, Any], Values]] = {}
+        self._by_others: dict[tuple[str, Any], dict[Values, Values]] = {}
         for goal in self.goals:
             for each in goal:
-                self._others.setdefault(each, {})[goal] = tuple(other for other in goal if other != each)
+                others = tuple(other for other in goal if other != each)
+                if len(others) == 1:
+                    self._by_pair.setdefault(each, {})[others[0]] = goal
+                else:
+                    self._by_others.setdefault(each, {})[others] = goal
 
     def remove(self, goal: Values) -> None:
         if goal in self.goals:
             del self.goals[goal]
             for each in goal:
-                del self._others[each][goal]
+                others = tuple(other for other in goal if other != each)
+                if len(others) == 1:
+                    del self._by_pair[each][others[0]]
+                else:
+                    del self._by_others[each][others]
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
         has = point.items()
-        goals = self._others.get((axis, value), {})
-        found = (goal for goal, others in goals.items() if all(each in has for each in others))
-        return sum(not any(group.isdisjoint(goal) for group in groups) for goal in found)
+        pairs = self._by_pair.get((axis, value), {})
+        found = [pairs[each] for each in has if each in pairs] if pairs else []
+        larger = self._by_others.get((axis, value), {})
+        found += [goal for others, goal in larger.items() if all(each in has for each in others)]
+        return sum(not any(group.isdisjoint(goal) for group in groups) for goal in found) if groups else len(found)

@@ -56,19 +56,26 @@ class Configuration(Chosen):
 
     def __post_init__(self) -> None:
         default, declared = _declared(self.interface)
-        if missing := sorted(set(self.values) - set(default)):
+        if missing := sorted(self.values.keys() - default.keys()):
             raise ValueError(f"{self.interface.value} has no axis {missing[0]!r}: it has {', '.join(default)}")
-        given = {name: _read(value, declared[name]) for name, value in self.values.items()}
-        object.__setattr__(self, "values", {**default, **given})
+        values = dict(default)
+        for name, value in self.values.items():
+            known = declared[name]
+            values[name] = known[value] if value in known else _read(value, known)
+        object.__setattr__(self, "values", values)
 
-    @property
+    @functools.cached_property
     def non_default(self) -> dict[str, Any]:
         default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
+    @functools.cached_property
+    def without_seed(self) -> str:
+        """Return the `repr` of the configuration with the seed 0."""
+        return f"Configuration({self.interface!r}, {self.non_default!r})"
+
     def __repr__(self) -> str:
-        seed = f", seed={self.seed}" if self.seed else ""
-        return f"Configuration({self.interface!r}, {self.non_default!r}{seed})"
+        return f"{self.without_seed[:-1]}, seed={self.seed})" if self.seed else self.without_seed
 
 
 @functools.cache
@@ -78,7 +85,6 @@ def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Map
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
+    """Return an undeclared value as one of the axis' type."""
     first = next(iter(declared))
-    if value in declared or not isinstance(value, str):
-        return declared.get(value, value)
-    return type(first)(value) if isinstance(first, DtypePair | HeadDims) else value
+    return type(first)(value) if isinstance(value, str) and isinstance(first, DtypePair | HeadDims) else value

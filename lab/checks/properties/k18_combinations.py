@@ -74,8 +74,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     yield from _numbered(scope, points)
     if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
-        goals = (goal for goal in model.tuples() if goal not in covered)
-        yield from _numbered(scope, model.covering(seed, goals))
+        yield from _numbered(scope, model.covering(seed, model.tuples(covered)))
 
 
 def _numbered(scope: Scope, points: Iterable[Point]) -> Iterator[Configuration]:
@@ -182,15 +181,11 @@ def _new_cases(scope: Scope, points: Iterable[Point], verdicts: Sequence[CaseVer
 
 
 def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    before = {_without_seed(verdict.case) for verdict in verdicts}
+    before = {verdict.case.without_seed for verdict in verdicts}
     for case in cases:
-        if _without_seed(case) not in before:
-            before.add(_without_seed(case))
+        if case.without_seed not in before:
+            before.add(case.without_seed)
             yield case
-
-
-def _without_seed(case: Configuration) -> str:
-    return repr(replace(case, seed=0))
 
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
@@ -202,7 +197,7 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
     if not wrong:
         return _new(itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE), own)
-    simplest, reprs = _simplest(wrong), set(map(_without_seed, wrong))
+    simplest, reprs = _simplest(wrong), {case.without_seed for case in wrong}
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
@@ -262,7 +257,7 @@ def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint
             yield each
             more = replace(together, point={**together.point, axis: each.point[axis]})
             is_first = together.point[axis] == subject.point[axis]
-            if is_first and _without_seed(each.case) in wrong and subject.model.fits(more.point):
+            if is_first and each.case.without_seed in wrong and subject.model.fits(more.point):
                 together = more
                 yield together
 
