@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -63,7 +64,9 @@ def with_own_settings(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True  # pytest shows the line of the test
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        # A device context calls a Python function for each operator.
+        on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        with on_cpu, torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return function(*args, **kwargs)
 
     return run
