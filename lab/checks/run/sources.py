@@ -60,34 +60,41 @@ def _digest(name: str) -> str:
     # and source files in the folder of the implementation's module. A module is installed if it is in one of Python's own
     # folders, or in a folder of `sys.path` that contains metadata of a distribution (`*.dist-info`).
     module = load(name.partition(":")[0])
-    folder = Path(getattr(module, "__file__", None) or "").parent
+    folder = os.path.dirname(getattr(module, "__file__", None) or "")
     places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
     places += [root for root in sys.path if any(Path(root).glob("*.dist-info"))]
     installed = (*places, *site.getsitepackages(), site.getusersitepackages(), str(Path(torch.__file__).parent))
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
-    own = {path for path in folder.iterdir() if path.suffix in SOURCES and path.is_file()}
-    own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
-    of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
-    roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
+    own = {
+        os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if os.path.splitext(each)[1] in SOURCES
+    }
+    own |= {path for path in loaded if path.endswith(".py") and not path.startswith(installed)}
+    of_lab = {
+        os.path.join(at, each)
+        for at, _, names in os.walk(os.path.dirname(lab.__file__))
+        for each in names
+        if each.endswith(".py")
+    }
+    roots = [os.path.realpath(root) for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
-    named, digests = set[str](), list[tuple[str, int, str]]()
-    folders = (*roots, Path(lab.__file__).parents[1].resolve())
-    for path in filter(Path.is_file, own | of_lab):
-        content = path.read_bytes()
+    variables_here, named, digests = frozenset(os.environ), set[str](), list[tuple[str, int, str]]()
+    folders = (*roots, os.path.realpath(Path(lab.__file__).parents[1]))
+    for path in filter(os.path.isfile, own | of_lab):
+        content = Path(path).read_bytes()
         digests.append((*_within(path, folders), hashlib.sha256(content).hexdigest()))
         if path not in of_lab and len(content) <= MOST_NAMING_BYTES:
-            named |= _words(content)
-    named = {each for each in os.environ if each in named or each.startswith(VARIABLES)} - {*PLACES}
+            named |= variables_here & _words(content)
+    named = {each for each in variables_here if each in named or each.startswith(VARIABLES)} - {*PLACES}
     variables = sorted((each, os.environ[each]) for each in named)
     contents = [(place, digest) for place, _, digest in sorted(digests)]
     return hashlib.sha256(repr((contents, variables)).encode()).hexdigest()
 
 
-def _within(path: Path, folders: Iterable[Path]) -> tuple[str, int]:
-    there = path.resolve()
-    around = {*there.parents}
-    found = [(str(there.relative_to(each)), index) for index, each in enumerate(folders) if each in around]
-    return min(found, key=lambda each: len(each[0]), default=(there.name, -1))
+def _within(path: str, folders: Iterable[str]) -> tuple[str, int]:
+    there = os.path.realpath(path)
+    around = ((os.path.join(each, ""), index) for index, each in enumerate(folders))
+    found = [(there.removeprefix(each), index) for each, index in around if there.startswith(each)]
+    return min(found, key=lambda each: len(each[0]), default=(os.path.basename(there), -1))
 
 
 @functools.cache  # a process that judges several times reads the same sources
@@ -95,16 +102,16 @@ def _words(source: bytes) -> frozenset[str]:
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
-def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
+def _imported(paths: set[str], roots: Sequence[str], without: set[str]) -> set[str]:
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
     names_in = functools.cache(_names_in)  # each folder is read once
     # `tried` has (folder, imported name) pairs. The folder is None for an import without leading dots, which `roots` may have.
-    found, tried = set[Path](), set[tuple[Path | None, str]]()
-    left = [path for path in paths if path.suffix == ".py" and path.is_file()]
+    found, tried = set[str](), set[tuple[str | None, str]]()
+    left = [path for path in paths if path.endswith(".py") and os.path.isfile(path)]
     while left:
-        path = left.pop()
+        path = Path(left.pop())
         imports = {
-            (folder, name)
+            (str(folder) if folder else None, name)
             for level, name in _imports_of(path.read_bytes())
             for folder in (path.parents[level - 1 : level] if level else (None,))
         } - tried
@@ -115,24 +122,24 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
             for root in (roots if folder is None else (folder,))
             for file in _files_of(root, name, names_in)
         }
-        new = set(filter(Path.is_file, named)) - paths - found - without
+        new = set(filter(os.path.isfile, named)) - paths - found - without
         found |= new
         left += new
     return found
 
 
-def _files_of(folder: Path, name: str, names_in: Callable[[Path], frozenset[str]]) -> Iterator[Path]:
+def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
     for part in name.split("."):
         if f"{part}.py" in names_in(folder):
-            yield folder / f"{part}.py"
+            yield os.path.join(folder, f"{part}.py")
         if part not in names_in(folder):
             return
-        folder /= part
+        folder = os.path.join(folder, part)
         if "__init__.py" in names_in(folder):
-            yield folder / "__init__.py"
+            yield os.path.join(folder, "__init__.py")
 
 
-def _names_in(folder: Path) -> frozenset[str]:
+def _names_in(folder: str) -> frozenset[str]:
     try:
         return frozenset(os.listdir(folder))
     except OSError:  # there is no such folder, or it cannot be read
