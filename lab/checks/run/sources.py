@@ -93,7 +93,7 @@ def _digest(name: str) -> str:
 def _within(path: str, folders: Iterable[str]) -> tuple[str, int]:
     there = os.path.realpath(path)
     around = ((os.path.join(each, ""), index) for index, each in enumerate(folders))
-    found = [(there.removeprefix(each), index) for each, index in around if there.startswith(each)]
+    found = [(there[len(each) :], index) for each, index in around if there.startswith(each)]
     return min(found, key=lambda each: len(each[0]), default=(os.path.basename(there), -1))
 
 

@@ -9,6 +9,7 @@ from lab.checks.parameters import metadata_axes, paged_axes, ragged
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.ranges import Ranges
+from tests.checks.small import SMALL
 
 AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
 RULE = Constraint(lambda window, mask: window < 0 or not mask, "a mask has no window")
@@ -30,6 +31,14 @@ def test_the_covering_array_has_every_pair_and_stated_triple_that_fits_the_rules
 def test_an_array_of_pairs_is_small() -> None:
     model = Model({f"axis {number}": tuple(range(5)) for number in range(12)})
     assert len(list(model.covering())) < 60  # 25 at least; all points are 5**12
+
+
+def test_an_array_of_values_is_small_and_has_each_value_in_a_point_that_covers_it() -> None:
+    model = MODELS[AttentionCall.MLA_DECODE](SMALL)
+    points = list(model.covering(goals=model.values()))
+    assert len(points) < 25  # 11 at least: an axis has as many values
+    covered = {each for point in points for each in model.tuples_of(point)}
+    assert covered >= {goal for goal in model.values() if model.completed(dict(goal)) is not None}
 
 
 def test_values_alone_depart_from_the_plain_point_as_little_as_rules_allow() -> None:
