@@ -10,7 +10,7 @@ import torch
 from lab.gpus import Capability
 from lab.kernels import flashinfer_call, support
 from lab.kernels.peers import flash_attention_4, flashinfer_mla, flashinfer_paged, flashinfer_ragged
-from lab.kernels.portable import key_shares, mla_decode, paged, partial_results
+from lab.kernels.portable import key_shares, merge, mla_decode, paged, partial_results
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.triton_call import new_scratch
 from tests.devices import DEVICES
@@ -18,6 +18,9 @@ from tests.kernels.portable_calls import PortableKernel
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flash_attention_4 import SimulatedFlashAttention4
 from tests.kernels.simulated_flashinfer import SimulatedFlashInfer
+
+# `merge.MERGE_PROGRAMS` in the interpreter, which runs one program after the other. Calls of few rows still have one for each.
+INTERPRETED_PROGRAMS = 64
 
 Simulate = Callable[..., Any]
 Split = Callable[..., None]
@@ -44,6 +47,8 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
         monkeypatch.setattr(paged, "shares_of", lambda *_: shares)  # None: a program for all keys of a block of rows
         monkeypatch.setattr(mla_decode, "choose_shares", lambda *_: shares or Shares(1))
 
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(merge, "MERGE_PROGRAMS", INTERPRETED_PROGRAMS)
     return share_out
 
 

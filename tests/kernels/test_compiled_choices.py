@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,26 +21,21 @@ WITHOUT_A_GPU = pytest.mark.skipif(
 # Of a thread, where 168 are the registers of each when all have as many; most lie outside the loops over tiles.
 MOST_SPILL_BYTES = 256
 SM90_SHARED_BYTES = 232_448  # of a program, by the CUDA C++ Programming Guide
-HOPPER_MLA = """
+ON_SM90 = """
 import dataclasses, json
-from tests.kernels.every_choice import mla
+from lab.kernels import portable
+from tests.kernels.every_choice import BF16, PAGES, REQUESTS, mla, tensor
 from tests.kernels.gpu_target import gpu_target
-with gpu_target((9, 0)) as compiled:
+with gpu_target((9, 0)) as of_mla:
     for heads, q_len, page_size in ((128, 1, 64), (16, 4, 16)):
         mla(heads, page_size=page_size, q_len=q_len)
-print(json.dumps([dataclasses.asdict(each) for each in compiled]))
-"""
-RAGGED_SELECTION = """
-from lab.kernels import portable
-from tests.kernels.every_choice import BF16, PAGES, REQUESTS, tensor
-from tests.kernels.gpu_target import gpu_target
-with gpu_target((9, 0)) as compiled:
+with gpu_target((9, 0)) as of_ragged_selection:
     query, pool = tensor(100, 16, 576, dtype=BF16), tensor(PAGES, 1, 64, 576, dtype=BF16)
     sizes, ragged = (128, 512, 64), {"cum_seq_lens_q": tensor(REQUESTS + 1), "max_q_len": 4}
     portable.trtllm_batch_decode_with_kv_cache_mla(
         query, pool, None, *sizes, tensor(100, 2048), tensor(REQUESTS), 65536, 2048, **ragged
     )
-print(*(each.kernel for each in compiled))
+print(json.dumps([[dataclasses.asdict(each) for each in compiled] for compiled in (of_mla, of_ragged_selection)]))
 """
 
 
@@ -69,16 +65,21 @@ def test_the_page_has_the_tables_of_the_record() -> None:
         assert table in page
 
 
+@pytest.fixture(scope="module")
+def on_sm90() -> list[list[dict[str, Any]]]:
+    """What MLA calls compile to on SM90, and an MLA call whose rows select entries."""
+    return json.loads(run("-c", ON_SM90).splitlines()[-1])
+
+
 @WITHOUT_A_GPU
-def test_rows_of_different_widths_select_entries() -> None:
+def test_rows_of_different_widths_select_entries(on_sm90: list[list[dict[str, Any]]]) -> None:
     """The interpreter does not see that a variable of the kernel has another type in a branch."""
-    assert "_columns_kernel" in run("-c", RAGGED_SELECTION).split()
+    assert "_columns_kernel" in {each["kernel"] for each in on_sm90[1]}
 
 
 @WITHOUT_A_GPU
-def test_registers_and_shared_memory_suffice_for_mla_on_sm90() -> None:
-    compiled = json.loads(run("-c", HOPPER_MLA).splitlines()[-1])
-    found = [each for each in compiled if each["kernel"] == "hopper_mla_kernel"]
+def test_registers_and_shared_memory_suffice_for_mla_on_sm90(on_sm90: list[list[dict[str, Any]]]) -> None:
+    found = [each for each in on_sm90[0] if each["kernel"] == "hopper_mla_kernel"]
     assert len(found) == 2
     for each in found:
         assert each["matrix"] == ["wgmma"]

@@ -231,7 +231,7 @@ def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems())
 def test_any_problem(device: str, split: Split, problem: tuple[str, dict[str, Any], int]) -> None:
     function, options, count = problem

@@ -151,6 +151,7 @@ HIDING: tuple[tuple[str, Any], ...] = (
     *(("contents", "needles"), ("window_left", 0), ("window_left", 1), ("entries", "none")),
 )
 MOST_VALUES = 8
+SHARES = (None, Shares(16))  # which cut no request, and most
 
 
 def together() -> list[tuple[AttentionCall, Values]]:
@@ -199,13 +200,13 @@ def judge(call: AttentionCall, values: Values, device: str) -> None:
 @pytest.mark.parametrize(("number", "call", "values"), [(n, *case) for n, case in enumerate(CASES)], ids=repr)
 def test_right(number: int, call: AttentionCall, values: Values, device: str, split: Split) -> None:
     """In turns with each request's keys whole, and with most requests cut."""
-    split(1 + number % 2)
+    split(shares=SHARES[number % 2])
     judge(call, values, device)
 
 
 @pytest.mark.parametrize(("number", "case"), [*enumerate(POISONED)], ids=repr)
 def test_what_is_dead_changes_no_bit(number: int, case: AttentionCase, device: str, split: Split) -> None:
-    split(1 + number % 2)
+    split(shares=SHARES[number % 2])
     judged = run_case(portable, K4, case, torch.device(device), Ranges())
     assert judged.outcome is Outcome.RIGHT, judged
 
