@@ -69,9 +69,9 @@ def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
     return right(**arguments)
 
 
-def _right_and_dead_a_second_later(**arguments: Any) -> Any:
+def _right_and_dead_later(**arguments: Any) -> Any:
     out = right(**arguments)
-    threading.Timer(1.0, leave).start()
+    threading.Timer(0.6, leave).start()
     return out
 
 
@@ -144,4 +144,4 @@ empties_modules = _in_calls_of_group_3(_empty_modules)
 kills_its_parent = _in_calls_of_group_3(lambda: os.kill(os.getppid(), signal.SIGKILL))
 breaks_len = _in_calls_of_group_3(_break_len)
 sends_half_a_message = _in_calls_of_group_3(_send_half_a_message)
-dies_later = SimpleNamespace(trtllm_batch_decode_with_kv_cache=_right_and_dead_a_second_later)
+dies_later = SimpleNamespace(trtllm_batch_decode_with_kv_cache=_right_and_dead_later)

@@ -412,14 +412,15 @@ def test_the_coverage_of_a_run_is_printed_again_from_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "report.json")
-    sizes = shlex.split("--long-requests 300 --large-batches 5 --masked-rows 4")
-    only = ["--only", "K18", "--functions", "decode"]
-    assert run(["judge", "lab.references", *only, *NARROW, *sizes, "--out", out, "--coverage"]) == 0
+    only = ["--only", "K18", "--functions", "draft_kv_indices"]  # of few cases
+    assert run(["judge", "lab.references", *only, *NARROW, "--out", out, "--coverage"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"K18 judged (\d+) of \1 values and [\d,]+ of [\d,]+ pairs of decode", said)
+    assert re.search(r"K18 judged (\d+) of \1 values and [\d,]+ of [\d,]+ pairs of draft_kv_indices", said)
     table = said[said.index("K18's model of") :]
     assert run(["judge", out, "--coverage"]) == 0
     assert capsys.readouterr().out.endswith(table)
-    record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]
-    assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided", "rows apart"]}
+    record = json.loads(Path(out).read_text())["coverage"]["generate_draft_decode_kv_indices"]
+    assert record["values"]["prefixes"] == {
+        "judged": ["short", "some none", "all none", "equal", "at page edges", "4,100", "9,000", "70,000"]
+    }
     assert run(["judge", str(tmp_path / "none.json"), "--coverage"]) == 2

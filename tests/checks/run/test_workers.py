@@ -32,7 +32,7 @@ from tests.checks import hostile
 from tests.checks.small import SMALL
 
 RANGES = replace(SMALL, groups=Ranges().groups)
-TIME_LIMIT_S = 5.0
+TIME_LIMIT_S = 3.0
 RELATIVE = os.path.relpath(hostile.__file__)
 LINE_OF_HANG = hostile.hang.__code__.co_firstlineno + 2
 
@@ -51,7 +51,7 @@ def case_of(group: int) -> AttentionCase:
 @pytest.mark.parametrize(
     ("group", "sentence"),
     [
-        (2, f"it did not return within 5 s; it was in hang (hostile.py:{LINE_OF_HANG}), called by "),
+        (2, f"it did not return within {TIME_LIMIT_S:g} s; it was in hang (hostile.py:{LINE_OF_HANG}), called by "),
         (3, "it crashed its process (exit status 7)"),
         (4, "it crashed its process (killed by signal 11, SIGSEGV)"),
         (5, "the call: it raised RuntimeError: an unspecified launch failure"),
@@ -109,7 +109,8 @@ def test_what_a_kernel_takes_from_its_process_or_machine_costs_its_case_alone(
 
 def test_a_pipe_that_a_kernel_damages_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool waits for the rest of a message, and then no time limit of its own holds."""
-    monkeypatch.setattr(workers_module, "START_LIMIT_S", 5.0)
+    monkeypatch.setattr(workers_module, "START_LIMIT_S", 2.0)
+    monkeypatch.setattr(workers_module, "WATCHED_EVERY_S", 0.2)
     cases = [case_of(group) for group in (1, 3, 1)]
     with Workers("tests.checks.hostile:sends_half_a_message", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         outcomes = [wait().outcome for wait in [pool.submit("K1", each) for each in cases]]
@@ -145,7 +146,7 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
     with Workers("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         for _ in range(2):
             assert pool.submit("K1", case_of(1))().outcome is Outcome.RIGHT
-            time.sleep(2.0)
+            time.sleep(1.2)
 
 
 @pytest.mark.parametrize("name", ["lab.references", None])
