@@ -28,7 +28,10 @@ lab/checks/explain/call_features.py
 - **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
 + **{f"multiple_of_{number}_keys": kv_len > 1 and kv_len % number == 0 for number in (64, 512)},
 = 1 is no multiple of either
-~ zip(q_lens, rows, selections or [{}] * len(q_lens), strict=True)
+~ for request, (q_len, of_rows, entries) in enumerate(zip(q_lens, rows, selected, strict=True))
+- "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
++ "after_no_keys": request > 0 and kv_lens[request - 1] <= 0,
+= a length is not negative
 lab/checks/explain/diagnosis.py
 - share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
 + share = f" All share: {'; '.join(each.phrase('is', False) for each in shared[:MOST_SHARED])}." if shared else ""
@@ -191,6 +194,9 @@ lab/timing/gpu_time.py
 + kernels=tuple(dict.fromkeys(activity.name for activity in records[ -1])),
 = every replay of a graph has the same kernels
 lab/timing/sampling.py
+- LEAD_CYCLES = 2_000_000
++ LEAD_CYCLES = 2000001
+= one cycle of a millisecond
 - start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
 + start, end = CudaEvent(enable_timing=False), CudaEvent(enable_timing=True)
 = only a GPU has events: its tests see it

@@ -71,7 +71,7 @@ ROOMS = {
         ("lab/kernels/support/*.py",),
         tuple(
             f"tests/kernels/test_{name}.py"
-            for name in ("support*", "trtllm_adapter", "prepare", "dsv4", "peers_packages")
+            for name in ("support*", "trtllm_adapter", "prepare", "dsv4", "peers_packages", "implementations")
         ),
     ),
     "explain": Room(("lab/checks/explain/*.py",), ("tests/checks/explain/test_*.py", "tests/checks/test_report.py")),

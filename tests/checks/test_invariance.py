@@ -218,8 +218,8 @@ def test_a_replay_is_what_a_variant_makes() -> None:
 
 def test_another_dtype_is_wrong() -> None:
     class Widened(kernels.Parts):
-        def _call(self, call: Any) -> Any:
-            out = super()._call(call)
+        def paged(self, call: Any) -> Any:
+            out = super().paged(call)
             return out.float() if call.problem().batch_size == 1 else out
 
     found = found_for(Widened(), "decode", factors=["batch-size"])

@@ -136,6 +136,10 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (XQA_MLA, SM120, lambda: wide_mla(return_lse=True), "LSE"),
     (XQA_MLA, SM120, lambda: wide_mla(**TENSOR_SCALE), "as numbers"),
     (XQA_MLA, SM120, lambda: wide_mla(bmm2_scale=0.0), "must not be 0"),
+    *[
+        (XQA_MLA, SM120, lambda size=size: with_columns(128 // size)(mla(heads=128, page_size=size)), None)
+        for size in (16, 32, 64, 128)
+    ],
     (XQA_MLA, SM120, lambda: with_gaps(wide_mla()), "contiguous"),
     (
         *(XQA_MLA, SM120),
