@@ -94,10 +94,9 @@ with Recorder(folder, functions=["engine"]) as recorder:
             bmm1_scale=HEAD_DIM**-0.5,
         )
 pool_bytes = sum(side.nbytes for side in kv_cache)
-print(f"{recorder.kept} calls recorded; the engine's pool has {pool_bytes:,} bytes")
-print(
-    f"a file has {max(path.stat().st_size for path in folder.iterdir()):,} bytes: the pages that the call reads, and no others"
-)
+print(f"{recorder.kept} calls recorded; the engine's pool has {pool_bytes / 1e6:.2f} MB")
+largest_bytes = max(path.stat().st_size for path in folder.iterdir())
+print(f"a file has {largest_bytes / 1e6:.2f} MB: the pages that the call reads, and no others")
 
 # %% [markdown]
 # ## What is in a call
