@@ -50,6 +50,7 @@ def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
     assert comparison.p_value < 1e-6
     assert comparison.speed is Speed.SAME
     assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), Rule(0.5)).speed is Speed.SLOWER
+    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(99.3, 0.1, seed=2), Rule(0.5)).speed is Speed.FASTER
 
 
 @pytest.mark.parametrize("after_us", [103.0, 97.0])
