@@ -117,7 +117,9 @@ class Option:
 
 
 def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
-    """Declare a field of `Ranges` with its `Option`. `default` may be a function, if the default value needs torch."""
+    """Declare a field of `Ranges` with its command-line option. `default` is the field's default value, or a function that
+    returns it if the value needs torch. `words` is the help text, and `more` has further fields of `Option`.
+    """
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**given, metadata={"option": Option(words, kind, **more)})
 

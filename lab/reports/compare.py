@@ -57,11 +57,11 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 @dataclass(frozen=True)
 class RowComparison:
-    """A row of each run, both of the same measurement: the comparison of their times, or why they are not compared."""
+    """The comparison of one measurement on two sides. Exactly one of `samples` and `refused` is set."""
 
     identity: Identity
-    samples: SampleComparison | None = None
-    refused: str = ""
+    samples: SampleComparison | None = None  #: the comparison of the times; None: refused
+    refused: str = ""  #: why the times are not compared; "": they are
 
 
 def compare(
@@ -263,7 +263,10 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
-    """Compare the samples. The verdict is UNSURE if a limit of the GPU, such as its power limit, may have caused it."""
+    """Compare the time samples of two sides. The verdict becomes UNSURE if a limit of the GPU, such as its power limit, may
+    explain it: SLOWER if a limit slowed the GPU on the side `after`, FASTER if on the side `before`, and SAME if on any side
+    and the SM clocks differ.
+    """
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_two_clocks(one, other, "sm_clock_mhz") for one in before for other in after)

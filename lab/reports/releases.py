@@ -47,10 +47,15 @@ class FindingRow:
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
-    cited: str = ""  #: the finding as cases cite it; "" for a region
+    cited: str = ""  #: "path#heading" of the finding; "" for a region, and if no verdict cites the finding
 
     def presence(self, release: Verdicts) -> dict[str, Any]:
-        """Return the "status" of the finding in a release, and the numbers of cases "wrong" by it, "right" and "declined"."""
+        """Return the row's "status" in a release ("present", "absent" or "not reachable"), and how its affected cases ended
+        there: the numbers of cases that are "wrong", "right" and "declined".
+
+        A case of a finding counts as wrong if its verdict cites this finding. A case of a region counts as wrong if its
+        outcome is one of `BROKEN`.
+        """
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)

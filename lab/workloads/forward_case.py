@@ -213,7 +213,9 @@ class ForwardCase(GroupedLayer, PassCase):
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend, which calls `implementation`; None if it is only to build metadata."""
+        """Return the engine's attention backend, which calls `implementation`. `implementation` may be None if the backend
+        only builds metadata.
+        """
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:

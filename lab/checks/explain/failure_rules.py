@@ -108,8 +108,9 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
     """Return the indices and weights of the compared results that are used to search for rules that separate wrong results from
-    right ones. If more than `MOST_UNITS` results are wrong, or right, only every k-th of them is used. The n results of one
-    case weigh sqrt(n + 8) together, because they are not independent.
+    right ones. If more than `MOST_UNITS` results are wrong, or right, every k-th of them is used, with k times the weight. k is
+    the smallest number that leaves at most `MOST_UNITS`. The n results of one case weigh sqrt(n + 8) together, and not n,
+    because they are not independent. The 8 makes cases with few results weigh nearly the same.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes

@@ -65,7 +65,11 @@ class Condition:
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests of this feature as (operator, value, cost in bits)."""
+        """Yield the tests of this feature that a failure rule may use, as (operator, value, cost).
+
+        The cost is in bits of description length: a search for rules prefers rules that cost less. `column` has the feature's
+        values (see `column`), from which `Number` and `Choice` take the values of their tests.
+        """
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
 

@@ -66,7 +66,17 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return a case with these lengths. `values` maps fields of `Ranges`, such as "dtypes", to the value of the case."""
+    """Return the attention case with these lengths and values.
+
+    Args:
+        ranges: determines only the dtype to which a kernel rounds its operands (`Ranges.arithmetic`).
+        values: maps names of fields of `Ranges`, such as "dtypes", to the case's value. It needs the dtypes, the page size and
+            the fields for heads and head dimensions of `interface`. Without "sinks" there are no sinks, and without
+            "kv_layouts" the layout is HND.
+        window_left: the number of keys before its own that a query row sees; -1: all.
+        seed: the seed of the tensors' contents.
+        page_seed: the seed with which the pages of the cache are shuffled.
+    """
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]

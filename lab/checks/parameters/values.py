@@ -146,7 +146,9 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """How `bmm1_scale` (the scale of the logits) is passed: as a number or a tensor, for base e or base 2, and its value."""
+    """How the scale of the logits is passed: its value, as a number or as a tensor, and as `bmm1_scale` (for a softmax with
+    base e) or as `bmm1_scale_log2` (with base 2).
+    """
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)

@@ -33,12 +33,12 @@ class FailingKernel(NamedTuple):
     implementations: tuple[str, ...]  #: names of implementations that run the kernel
     #: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU
     capability: Capability | None
-    package: str = ""  #: the kernel's package, by its name on the package index; "" for any release
+    package: str = ""  #: the kernel's package, by its name on the package index; "": the failure depends on no release
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if a failing release of the package is installed, or if the failure occurs in any release. `release_of`
-        returns the installed release of a package.
+        """Return True if the installed release of `package` is one of `releases`, or if `package` is "". `release_of` returns
+        the installed release of a package, or None.
         """
         release = release_of(self.package) if self.package else ""
         # Without a suffix such as "+cu130".

@@ -71,7 +71,9 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory for tiles of cache entries, and its barriers. Left and rotary columns have common barriers."""
+    """Shared memory for tiles of cache entries, and its barriers. The left half of the latent columns and the rotary columns
+    are loaded together and have common barriers. The right half of the latent columns has its own.
+    """
 
     tiles: Any
     left_full: Any

@@ -188,6 +188,9 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
+    """Return the arguments that give a decode call its query rows per request: one number if all requests have equally many
+    rows, else their offsets and the largest number.
+    """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}

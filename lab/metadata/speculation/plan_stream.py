@@ -130,17 +130,19 @@ class _Moment(NamedEnum):
 
 
 class PlanStream:
-    """Runs speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
+    """Runs speculative iterations. On a GPU, a second stream builds the metadata of the verify pass (the plan), by default
+    while the draft runs. With `PlanStart.IN_LINE` or on a CPU, there is no second stream.
 
     The forward stream is the stream that is current when `run` is called. Four events order the work:
 
     * inputs final: recorded before the draft, or by the caller. The plan waits for it, because it reads lengths and slots.
-    * draft ended: recorded after the draft. The plan waits for it only with AFTER_DRAFT.
+    * draft ended: recorded after the draft. The plan waits for it only with `PlanStart.AFTER_DRAFT`.
     * planned: recorded after the plan. The forward stream waits for it before the verify pass reads the metadata.
     * verified: recorded after the verify pass. The next plan waits for it before it overwrites the metadata. This matters if
       the next batch's inputs are final before this verify pass has ended, for example if two batches alternate.
 
-    The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event.
+    A backend whose `fix_up` is `FixUp.AFTER_DRAFT` writes the part of the metadata that depends on the draft in a fix-up. The
+    fix-up is launched on the forward stream, after the draft and the wait for the plan, and so needs no event of its own.
 
     The batch's tensors should be allocated on the forward stream, which waits for the plan before torch's allocator can reuse
     their memory. On a tensor from another stream, call ``record_stream(planner.stream)``. Raises the errors of

@@ -107,8 +107,11 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set all cells of the buffer to True, also those beyond a small batch, as SGLang does before it builds a tree: 0.5.13 in
-    every step, 0.5.23 only for kernels that read the mask.
+    """Set all cells of the mask's buffer to True, also cells that a batch of `batch_size` requests does not use. Raise
+    ValueError if `batch_size` exceeds the mask's `max_batch_size`.
+
+    SGLang does the same before it builds a draft tree: SGLang 0.5.13 in every step, SGLang 0.5.23 only for kernels that read
+    the mask. This function always fills the buffer.
     """
     if batch_size > mask.max_batch_size:
         raise ValueError(

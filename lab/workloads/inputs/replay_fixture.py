@@ -139,8 +139,11 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Overwrite memory that the next replay must not read, page 0 of the cache, with `value`, and the metadata that it must
-        write again: tensors named in `rewritten` with `POISONED_LENGTH`, and page tables with page 0.
+        """Fill page 0 of the cache with `value`, and overwrite the metadata of all captured graphs with wrong numbers.
+
+        No request owns page 0, so that the next replay must not read it. The next replay must write the metadata again: page
+        tables get page 0 in every cell, and the tensors named in `rewritten` get `POISONED_LENGTH`. A replay that leaves a
+        cell of a page table as it is reads page 0, and `value` shows in its output.
         """
         pools = [self.cache.window, self.cache.compressed] if isinstance(self.cache, DSV4Cache) else [self.cache]
         for each in pools:
