@@ -82,6 +82,8 @@ class ChangedBindingsError(RuntimeError):
 Held = tuple[str, Mapping[str, Any], str, Any]  # path, mapping that holds the name, name, object
 # A module or class: its path, its names, and the names of Python or of base classes that a new name would hide.
 Hiding = tuple[str, Mapping[str, Any], frozenset[str]]
+# Names that Python itself adds to a class, when an instance is pickled or copied and when annotations are read.
+CACHED = {"__slotnames__", "__annotations__", "__annotations_cache__"}
 
 
 class Bindings:
@@ -159,7 +161,7 @@ def bindings() -> Bindings:
     for cls in classes:
         path, inherited = f"{cls.__module__}.{cls.__qualname__}", frozenset(itertools.chain(*map(dir, cls.__bases__)))
         held += _held_by(path, cls)
-        hiding.append((path, vars(cls), inherited - vars(cls).keys()))
+        hiding.append((path, vars(cls), inherited - vars(cls).keys() - CACHED))
     return Bindings(tuple(held), tuple(hiding))
 
 
@@ -271,7 +273,10 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.settrace", sys.gettrace()
     yield "sys.setprofile", sys.getprofile()
     monitoring: Any = getattr(sys, "monitoring", None)  # in Python 3.12 and newer
-    yield "sys.monitoring", [monitoring.get_tool(each) for each in range(6)] if monitoring else []
+    events: dict[str, int] = getattr(
+        monitoring, "_all_events", dict
+    )()  # they stay active when a tool gives its number back
+    yield "sys.monitoring", [events, *(monitoring.get_tool(each) for each in range(6))] if monitoring else []
     yield "threading.settrace", threading.gettrace()
     yield "threading.setprofile", threading.getprofile()
     yield (

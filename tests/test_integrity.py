@@ -1,6 +1,7 @@
 """What is noted before a kernel is loaded, and what counts as a change of it."""
 
 import builtins
+import copyreg
 import ctypes
 import gc
 import inspect
@@ -21,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lab.references.errors
 import lab.workloads.inputs.contents
 from lab.calls.problem import AttentionCall, AttentionProblem
+from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.run.verdicts import compare_lse, compare_output
 from lab.integrity import OPERATORS, Bindings, ChangedBindingsError, bindings, in_words
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.references.errors import Comparison
 from lab.timing.staging import TooSmallError
 from lab.workloads.attention_case import AttentionCase
@@ -212,11 +215,17 @@ def test_every_operator_of_an_expected_result_and_its_comparison_is_watched() ->
     assert noted.names <= {*OPERATORS.split()}
 
 
-def test_a_tool_that_monitors_python_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frees_its_number", [False, True])
+def test_a_tool_that_monitors_python_is_a_change(monkeypatch: pytest.MonkeyPatch, frees_its_number: bool) -> None:
     tools: dict[int, str] = {}
-    monkeypatch.setattr(sys, "monitoring", types.SimpleNamespace(get_tool=tools.get), raising=False)
+    events: dict[str, int] = {}
+    monitoring = types.SimpleNamespace(get_tool=tools.get, _all_events=lambda: dict(events))
+    monkeypatch.setattr(sys, "monitoring", monitoring, raising=False)
     noted = bindings()
-    tools[5] = "a kernel's"
+    if frees_its_number:
+        events["PY_START"] = 1 << 5  # its callback goes on
+    else:
+        tools[5] = "a kernel's"
     assert noted.changes() == ["sys.monitoring"]
 
 
@@ -236,6 +245,14 @@ def test_a_new_name_that_hides_another_is_a_change(holder: Any, name: str, path:
     finally:
         delattr(holder, name)
     assert changed == [path]
+    assert noted.changes() == []
+
+
+def test_a_copied_instance_and_read_annotations_of_a_subclass_are_no_change() -> None:
+    copyreg._slotnames(PagedKVCache)  # type: ignore[attr-defined]
+    noted = bindings()
+    copyreg._slotnames(NVFP4KVCache)  # type: ignore[attr-defined]
+    assert Configuration.__annotations__ is not None
     assert noted.changes() == []
 
 
