@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.arguments import check_table_rows
 from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
 from tests.calls.breaks import (
     POISON,
@@ -186,3 +187,9 @@ def test_what_the_rows_break_was_good(change: Breaks) -> None:
     good = good_arguments()
     out, _ = mla(**good | change(good))
     assert (out != POISON).any(dim=-1).all()
+
+
+def test_the_stride_of_a_table_counts_if_it_has_several_columns() -> None:
+    with pytest.raises(ValueError, match="rows must be contiguous"):
+        check_table_rows(torch.zeros(1, 6, dtype=torch.int32)[:, ::2])
+    check_table_rows(torch.zeros(3, 6, dtype=torch.int32)[:, ::6])

@@ -161,3 +161,9 @@ def test_the_results_of_an_idle_batch_are_merged_to_none() -> None:
     out, lens = torch.empty(0, 4, 8), torch.empty(0, dtype=torch.int32)
     merge_ranks([lambda: (out.clone(), torch.empty(0, 4))] * 2, [lens] * 2, out)
     assert out.shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, -1), (2, 2), (2, 3)])
+def test_a_rank_outside_its_group_is_refused(size: int, rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank={rank} of size={size}: a group has 2 GPUs or more"):
+        DecodeContextParallel(size, rank)
