@@ -62,7 +62,7 @@ class SendsHalfOfTheElements(ForgesInTheAudit):
         send_output(query.dtype, tuple(query.shape), bytes(query.nbytes // 2))
 
 
-@dishonest("the output is .0, 2, 64., not")
+@dishonest(r"the output is .0, \d+, \d+., not")
 class SendsNoRows(ForgesInTheAudit):
     """Sends an output without rows in the audit, in which no vector is wrong."""
 
