@@ -71,12 +71,8 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     ]
     chosen = [case for case in cases if number in (None, case.number)]
     if not chosen:
-        has = (
-            f"has no call {number}; it has {len(cases)}"
-            if cases
-            else "has no recorded calls; subfolders are not searched"
-        )
-        raise RecordingError(f"{folder} {has}")
+        found = f"call {number}; it has {len(cases)}" if cases else "recorded calls; subfolders are not searched"
+        raise RecordingError(f"{folder} has no {found}")
     return chosen
 
 

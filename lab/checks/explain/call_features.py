@@ -36,10 +36,8 @@ OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", *SIZES)
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
     kv_len = kv_lens[request]
     # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
-    last_seen = first_seen = 0
-    if window_left >= 0:
-        last_seen = kv_len - 1 - window_left
-        first_seen = last_seen - q_len + 1
+    last_seen = kv_len - 1 - window_left if window_left >= 0 else 0
+    first_seen = last_seen - q_len + 1 if window_left >= 0 else 0
     firsts = range(first_seen, first_seen + min(q_len, page_size))
     return {
         "kv_len": kv_len,
@@ -109,9 +107,8 @@ class CallFeatures:
     features: Features = field(default_factory=dict, hash=False)  # of the whole call
     of_requests: tuple[Features, ...] = field(default=(), hash=False)
     q_lens: tuple[int, ...] = ()  # query rows of each request
-    selections: tuple[Features, ...] = field(
-        default=(), hash=False
-    )  # features of the entries that each request selects
+    # features of the entries that each request selects
+    selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
         """Return the features of this call of an engine's pass, with the lengths of its case, if it has them."""
@@ -240,11 +237,8 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         read[f"{name}_tensor"] = isinstance(arguments.get(name), Tensor)
         read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
         read[f"{name}_small"] = abs(scale) < SMALL_SCALE
-    for name, most in (
-        ("max_q_len", max(problem.q_lens(), default=0)),
-        ("max_kv_len", max(problem.kv_lens(), default=0)),
-    ):
-        read[f"loose_{name}"] = getattr(problem, name) > most
+    for name, lens in (("max_q_len", problem.q_lens()), ("max_kv_len", problem.kv_lens())):
+        read[f"loose_{name}"] = getattr(problem, name) > max(lens, default=0)
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()

@@ -115,8 +115,7 @@ def judge(
     most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if opened is workers else opened as pool:
-        is_digested = isinstance(implementation, str) and bool(path or shard)
-        offered, sources = _offered(pool, name, wanted, is_digested)
+        offered, sources = _offered(pool, name, wanted, isinstance(implementation, str) and bool(path or shard))
         report = Report(name, depth, environment(), str(where), (), ranges=given, profile=profile, shard=shard)
         report = replace(report, refusals=refused.names if refused else (), folder=_folder_of(implementation))
         digest = _digest(report, sources, offered, [each.key for each in chosen], count, discover)
