@@ -273,9 +273,8 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.settrace", sys.gettrace()
     yield "sys.setprofile", sys.getprofile()
     monitoring: Any = getattr(sys, "monitoring", None)  # in Python 3.12 and newer
-    events: dict[str, int] = getattr(
-        monitoring, "_all_events", dict
-    )()  # they stay active when a tool gives its number back
+    # Events stay active when their tool gives its number back.
+    events: dict[str, int] = getattr(monitoring, "_all_events", dict)()
     yield "sys.monitoring", [events, *(monitoring.get_tool(each) for each in range(6))] if monitoring else []
     yield "threading.settrace", threading.gettrace()
     yield "threading.setprofile", threading.getprofile()
