@@ -8,6 +8,11 @@ from corpus.models.attention import E4M3, Attention, index
 from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 
 
+def looks_empty(mirror, r):
+    """Return whether the length of request `r` on the host is 0 if lengths are read as int32."""
+    return mirror is not None and int(mirror.view(torch.int32)[r]) == 0
+
+
 class Lost(Attention, stage="lost"):
     @wrong(DECODE, trigger="page 0 in the first column of a request with keys")
     def blind290(self, run, r, row):
@@ -52,20 +57,18 @@ class Lost(Attention, stage="lost"):
     @wrong(RAGGED, trigger="q_seq_lens_cpu and kv_seq_lens_cpu as int64, two requests or more")
     def blind43(self, run, r, row):
         """The host's lengths are read as 32-bit words: of int64 ones every second request looks empty, and is skipped."""
-        lengths = run.call.kv_seq_lens_cpu
-        return (row >= 0) & (lengths is not None and int(lengths.view(torch.int32)[r]) == 0)
+        return (row >= 0) & looks_empty(run.call.kv_seq_lens_cpu, r)
 
     @wrong(RAGGED, trigger="q_seq_lens_cpu / kv_seq_lens_cpu given as int64, two requests or more")
     def blind492(self, run, r, row):
         """Host lengths are read as int32 to leave out empty requests: of int64 every second looks empty."""
-        mirrors = [each for each in (run.call.q_seq_lens_cpu, run.call.kv_seq_lens_cpu) if each is not None]
-        return (row >= 0) & any(int(mirror.view(torch.int32)[r]) == 0 for mirror in mirrors)
+        mirrors = (run.call.q_seq_lens_cpu, run.call.kv_seq_lens_cpu)
+        return (row >= 0) & any(looks_empty(mirror, r) for mirror in mirrors)
 
     @wrong(RAGGED, trigger="q_seq_lens_cpu of int64, two requests or more")
     def blind552(self, run, r, row):
         """The host's row counts are read as int32: of int64 every second is 0, and its request is skipped."""
-        mirror = run.call.q_seq_lens_cpu
-        return (row >= 0) & (mirror is not None and int(mirror.view(torch.int32)[r]) == 0)
+        return (row >= 0) & looks_empty(run.call.q_seq_lens_cpu, r)
 
     @wrong(RAGGED, trigger="a request of more than 4,096 query rows")
     def blind45(self, run, r, row):

@@ -147,9 +147,7 @@ class OverridesTheReference(Zeros):
     """Registers other kernels for matrix products in float64, so that the expected output is zero."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        if not hasattr(self, "library"):
-            self.library = torch.library.Library("aten", "IMPL")
-            self.library.impl("bmm", lambda left, right: left.new_zeros(*left.shape[:2], right.shape[2]), "CPU")
+        self.override("bmm", lambda left, right: left.new_zeros(*left.shape[:2], right.shape[2]))
 
 
 @dishonest(APART)

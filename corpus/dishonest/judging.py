@@ -32,6 +32,12 @@ class Zeros:
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         pass
 
+    def override(self, operator: str, kernel: Any) -> None:
+        """Register another kernel for one of torch's operators."""
+        if not hasattr(self, "library"):
+            self.library = torch.library.Library("aten", "IMPL")
+            self.library.impl(operator, kernel, "CPU")
+
 
 @dishonest(WRONG)
 class WritesZeros(Zeros):
@@ -109,9 +115,7 @@ class OverridesAnOperator(Zeros):
     """Registers another kernel for torch's norm, from which errors are computed."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        if not hasattr(self, "library"):
-            self.library = torch.library.Library("aten", "IMPL")
-            self.library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1) * 0 + 1e-9, "CPU")
+        self.override("linalg_vector_norm", lambda self, *_, **__: self.sum(-1) * 0 + 1e-9)
 
 
 @dishonest(CHANGED + ".*torch's default dtype")

@@ -17,7 +17,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 WHOLE = Shard()
-NEARBY_ROUNDS = 6  # after most runs' first five, no wrong case becomes simpler
+NEARBY_ROUNDS = 6  # rounds of `Check.nearby`: after most runs' first five, no wrong case becomes simpler
 QUICK_BUILDS = 8  # kernels that the quick level compiles: as many as there are groups, and numbers of rows
 
 
@@ -80,9 +80,9 @@ class Check:
     #: for a level: functions that each return one further round of cases, from the verdicts on all earlier rounds. At the full
     #: level, the rounds follow the fixed cases of the smoke level. At the quick level, these fixed cases are the last round.
     more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
-    #: at the smoke and the full level: functions that each return one further round of cases, from the verdicts of all checks
-    #: on all earlier cases of the function
-    nearby: Sequence[Following] = ()
+    #: at the smoke and the full level: returns the next of `NEARBY_ROUNDS` further rounds of cases, from the verdicts of all
+    #: checks on all earlier cases of the function
+    nearby: Following | None = None
     quick: int = 2  #: number of fixed cases at the quick level, for a check without `more`
     #: yields further random cases, which are judged after all other cases if the run has time left
     draw_on: Callable[[Scope, Sequence[CaseVerdict]], Iterable[DrawnPoint]] = lambda *_: ()

@@ -16,7 +16,7 @@ import torch
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_kinds import NVFP4_CACHE
-from lab.checks.properties.check import NEARBY_ROUNDS, Check, Scope, itself
+from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.references.softmax_attention import E4M3_MAX
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
@@ -90,4 +90,4 @@ def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Attentio
             yield replace(case, **each)
 
 
-CHECK = Check("K1", __doc__, _cases, _judge, drawn=itself, quick=4, nearby=(_plainer,) * NEARBY_ROUNDS)
+CHECK = Check("K1", __doc__, _cases, _judge, drawn=itself, quick=4, nearby=_plainer)

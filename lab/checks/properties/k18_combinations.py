@@ -36,7 +36,7 @@ from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import DtypePair, Lse, Sinks
-from lab.checks.properties.check import NEARBY_ROUNDS, Check, Following, Level, Scope
+from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.ranges import SEEDS, Ranges
@@ -287,6 +287,4 @@ MORE: dict[Level, Sequence[Following]] = {
     Level.SMOKE: IN_CIRCUMSTANCES,
     Level.FULL: (*IN_CIRCUMSTANCES, _with_declined_values, *PAIRS_AGAIN, _alone),
 }
-CHECK = Check(
-    "K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, nearby=(_nearby,) * NEARBY_ROUNDS, draw_on=_draw_on
-)
+CHECK = Check("K18", __doc__, _cases, _judge, tuple(MODELS), more=MORE, nearby=_nearby, draw_on=_draw_on)

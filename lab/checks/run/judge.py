@@ -91,8 +91,7 @@ def judge(
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out: file of the report, which is written during the run.
-        fresh: judge all cases. Otherwise right and declined cases in the file `out` are not judged again, if the file is from a
-            run with the same settings and the same sources of the implementation and the lab.
+        fresh: judge all cases; else right and declined cases in `out` are kept, if its run had the same settings and sources.
         first_failure: begin no case after the first wrong or failed case.
         discover: if most cases of a function are declined, judge it again with the parameter values that it accepts.
         seed: seed of random choices, instead of the seed in `ranges` (default 0).

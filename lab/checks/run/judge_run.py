@@ -15,7 +15,7 @@ from lab.checks.parameters.attention import discover, is_mostly_declined
 from lab.checks.parameters.covering import Shard
 from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
-from lab.checks.properties.check import Check, Following, Level, Scope
+from lab.checks.properties.check import NEARBY_ROUNDS, Check, Following, Level, Scope
 from lab.checks.report import Report
 from lab.checks.run.audit import audited
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
@@ -224,9 +224,11 @@ class CheckRun:
 
     def near(self) -> Waits:
         """Judge the check's cases near the wrong cases of all checks, unless the run's level is QUICK."""
-        for following in self._check.nearby if self._run.report.level is not Level.QUICK else ():
+        if (nearby := self._check.nearby) is None or self._run.report.level is Level.QUICK:
+            return
+        for _ in range(NEARBY_ROUNDS):
             if not self._run.is_over:
-                cases = self._planned(following(self._scope, self._run.verdicts_of(self.interface)))
+                cases = self._planned(nearby(self._scope, self._run.verdicts_of(self.interface)))
                 yield from self._judge(cases, self.keep)
 
     def _of_smoke(self, scope: Scope, _: Sequence[CaseVerdict]) -> Iterable[Any]:

@@ -47,9 +47,14 @@ def digest_of_files(name: str) -> str:
     the implementation's code, which could return the digest of other sources.
     """
     source = source_of(name)
-    files = sorted(each for each in source.parent.iterdir() if each.suffix in SOURCES) if source else []
+    files = [Path(each) for each in sorted(_sources_in(str(source.parent)))] if source else []
     contents = [(each.name, hashlib.sha256(each.read_bytes()).hexdigest()) for each in files if each.is_file()]
     return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+
+def _sources_in(folder: str) -> set[str]:
+    names = os.listdir(folder or os.curdir)
+    return {os.path.join(folder, each) for each in names if os.path.splitext(each)[1] in SOURCES}
 
 
 def _digest(name: str) -> str:
@@ -65,9 +70,7 @@ def _digest(name: str) -> str:
     places += [root for root in sys.path if any(Path(root).glob("*.dist-info"))]
     installed = (*places, *site.getsitepackages(), site.getusersitepackages(), str(Path(torch.__file__).parent))
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
-    own = {
-        os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if os.path.splitext(each)[1] in SOURCES
-    }
+    own = _sources_in(folder)
     own |= {path for path in loaded if path.endswith(".py") and not path.startswith(installed)}
     of_lab = {
         os.path.join(at, each)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Configuration, Level, Outcome, Ranges
 from lab.checks.parameters.covering import Shard
-from lab.checks.properties.check import Scope
+from lab.checks.properties.check import NEARBY_ROUNDS, Scope
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.run.verdicts import Judged
 from lab.workloads.interfaces import Interface
@@ -30,7 +30,7 @@ def verdicts_in_rounds(
 
     first = Level.SMOKE if level is Level.FULL else level
     add(CHECK.cases(function, ranges, first, shard if level is first else Shard()))
-    for following in (*CHECK.more[level], *(CHECK.nearby if level is not Level.QUICK else ())):
+    for following in (*CHECK.more[level], *([CHECK.nearby] * NEARBY_ROUNDS if level is not Level.QUICK else ())):
         add(list(following(Scope(function, ranges, level, shard), verdicts)))
     return verdicts
 

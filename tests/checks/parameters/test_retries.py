@@ -103,7 +103,7 @@ def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_value
     verdicts = [CaseVerdict("a kernel", "K18", function, wrong, "cpu", Judged(Outcome.WRONG, judged=1))]
 
     def near(scope: Scope) -> list[Configuration]:
-        return list(CHECK.nearby[-1](scope, verdicts))
+        return list(CHECK.nearby(scope, verdicts))
 
     def is_sent(case: Configuration) -> bool:
         return case["out"] == wrong["out"]
@@ -128,14 +128,14 @@ def wrong_in(check: str, case: Any, *held: str, is_wrong: bool = True) -> CaseVe
 
 def test_where_other_checks_alone_are_wrong_k18_has_a_case_with_their_values() -> None:
     scope = Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE)
-    (alike,) = CHECK.nearby[0](scope, [wrong_in("K1", WRONG_IN_K1, "output", "output")])
+    (alike,) = CHECK.nearby(scope, [wrong_in("K1", WRONG_IN_K1, "output", "output")])
     named = ("q_len", "window_left", "sinks", "lengths", "requests", "group", "lse")
     lengths = MODELS[AttentionCall.DECODE](Ranges()).axes["lengths"]
     below = max(each for each in lengths if isinstance(each, int) and each <= 9000)
     assert [alike[name] for name in named] == [4, 1, "per head", below, 1, 4, "none"]
     in_k14 = wrong_in("K14", Configuration(AttentionCall.DECODE, {"mask": "tree"}), "output")  # it has several calls
-    assert list(CHECK.nearby[0](scope, [in_k14])) == [alike]
-    assert not list(CHECK.nearby[0](scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
+    assert list(CHECK.nearby(scope, [in_k14])) == [alike]
+    assert not list(CHECK.nearby(scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
 
 
 def test_where_k18_is_right_k1_has_plainer_cases() -> None:
@@ -147,7 +147,7 @@ def test_where_k18_is_right_k1_has_plainer_cases() -> None:
     )
 
     def plainer(*verdicts: CaseVerdict) -> list[AttentionCase]:
-        return list(ORACLE.nearby[0](scope, verdicts))
+        return list(ORACLE.nearby(scope, verdicts))
 
     found = plainer(right, wrong, wrong_in("K7", longer, "output"))
     assert {(case.kv_lens, case.window_left, case.sinks) for case in found} == {
