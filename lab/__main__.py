@@ -93,7 +93,9 @@ class _Output(io.FileIO):
 
 
 class _Interruption:
-    """A signal handler that raises KeyboardInterrupt. It ignores signals in the next `QUIET_S` seconds, for cleaning up."""
+    """A signal handler that raises KeyboardInterrupt. For the next `QUIET_S` seconds, while the command cleans up, it ignores
+    further signals.
+    """
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

@@ -46,10 +46,10 @@ class Setting:
     """
 
     kv: str  #: dtype of the cache
-    keys: int = 1024  #: of a request; not used for recorded requests, as `values` and `v_std`
+    keys: int = 1024  #: keys of a request. Recorded requests do not use `keys`, `values` and `v_std`
     scale: str = "amax"  #: of the cache, a name in `SCALES`
     values: str = "normal"  #: the distribution of K and V, a name in `VALUES`
-    v_std: float = 1.0  #: a factor of V
+    v_std: float = 1.0  #: V is multiplied by it
     query: str = ""  #: dtype of the query; "" for the dtype of the cache, or bf16 if the cache is quantised
     out: str = ""  #: dtype of the output; "" for the query's
     arithmetic: str = ""  #: dtype of the operands of Q·K^T and of P·V; "" for the query's
@@ -69,7 +69,7 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests before quantisation: query [requests, group, head_dim], float32 keys and values [requests, keys,
+    """Decode requests with the original K and V: query [requests, group, head_dim], float32 keys and values [requests, keys,
     head_dim], and the scale of Q·K^T.
     """
 
@@ -83,7 +83,9 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests until their outputs have `elements` elements, or their inputs `MOST_DRAWN` elements."""
+    """Yield batches of random requests. The batches together have `elements` output elements, or fewer if their queries, keys
+    and values would exceed `MOST_DRAWN` numbers.
+    """
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
     numbers, at_once = torch.Generator().manual_seed(seed), max(MOST_AT_ONCE // size, 1)
@@ -101,8 +103,8 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
-    """Yield one decode request per request and K/V head of the recorded decode and context calls: its last query row, and the
-    keys in the row's window. Sinks are ignored.
+    """Yield decode requests that are made from recorded decode and context calls: for each request and K/V head of a call, the
+    last query row of the request and the keys in the window of this row. Sinks are ignored.
 
     Raises:
         ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
@@ -144,7 +146,9 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return (K or V in the dtype of the setting's cache, followed by the scale factors of NVFP4; the scale of the cache)."""
+    """Return (tensors, scale of the cache). The first tensor is K or V in the dtype of the setting's cache. For an NVFP4 cache,
+    the second tensor has the scale factors of the blocks.
+    """
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
@@ -168,7 +172,7 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the errors of quantisation, of a right kernel (the control) and of `kernel` for requests in the setting's cache.
+    """Measure the relative errors of quantisation, of a right kernel (the control) and of `kernel`, for one batch of requests.
 
     Args:
         atol, rtol: the tolerance of a test.
@@ -177,7 +181,7 @@ def budget(
     Returns the fields of the setting, and
         vectors: the number of output vectors.
         quantisation, kernel, bound: medians over vectors of the quantisation error, the control's error and the judge's bound.
-        quantisation_over, kernel_over: the shares of the elements in which the first two errors exceed the tolerance.
+        quantisation_over, kernel_over: the shares of the elements in which quantisation, or the control, exceeds the tolerance.
         given, given_worst: the median error of `kernel`, and its largest ratio of error to bound; absent without `kernel`.
     """
     call, original, truth = _solved(requests, setting)
@@ -221,19 +225,18 @@ def explain(
     The control (a right kernel) is simulated for the requests in `batches`, whose values are distributed like the test's. A
     *mismatch* is an element that exceeds the test's tolerance. The verdict is::
 
-        "bug"             if the largest difference (`off_by`) exceeds what the judge allows even if all the error of a vector
-                          is in one element; or if `mismatched` or more mismatches have a probability below `LEVEL` even
-                          for a kernel whose errors are as large as the judge's bounds
-        "noise"           if in the simulation the number of mismatches and the largest difference each have a probability
-                          of at least `LEVEL`
+        "bug"        if `off_by` is larger than any difference that the judge allows in one element; or if even a kernel whose
+                     errors equal the judge's bounds has `mismatched` or more mismatches with a probability below `LEVEL`
+        "noise"      if for the control, `mismatched` or more mismatches have a probability of at least `LEVEL`, and so has a
+                     largest difference of `off_by` or more
         "undecided"  otherwise
 
     Args:
         mismatched, elements: the numbers of mismatches and of all elements in the failed test.
         atol, rtol: the tolerance of the test.
         off_by: the largest absolute difference of the test, if it is known.
-        against: the expected result of the test: "stored" for float64 attention on the stored K and V, "rounded" for the same
-            in the output's dtype, "original" for float64 attention on the original K and V.
+        against: the expected result of the test: float64 attention on the stored K and V ("stored"), the "stored" result
+            rounded to the output's dtype ("rounded"), or float64 attention on the original K and V ("original").
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -274,9 +277,9 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return four tensors [requests] and the number of simulated elements. The tensors have for each request the mismatches of
-    a right kernel (the control), the mismatches of a kernel whose errors equal the judge's bound, the control's largest
-    difference, and the largest difference that the judge allows.
+    """Return four tensors [requests] and the number of simulated elements. The tensors have for each request the number of
+    mismatches of a right kernel (the control), the number of mismatches of a kernel whose errors equal the judge's bound, the
+    control's largest difference, and the largest difference that the judge allows.
     """
     parts, simulated = [], 0
     for requests in batches:
@@ -294,12 +297,13 @@ def _simulated(
 
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
-    """Return the probability that a test of `elements` elements has `count` or more events, such as mismatches. It is estimated
-    from a simulation with `simulated` elements, in which `counts` [requests] has the events of each request.
+    """Return the probability that a test of `elements` elements has `count` or more events, such as mismatches. The rate of
+    events is estimated from a simulation of `simulated` elements. `counts` [requests] has the number of events in each
+    simulated request.
 
     This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940). Events of one request are not
-    independent, so both counts are divided by the variance of `counts` over their mean, if it exceeds 1. Without simulated
-    events this ratio is unknown, and all events of the test count as one.
+    independent. So `count` and the simulation's total are divided by variance over mean of `counts`, if this ratio exceeds 1.
+    If the simulation has no events, the ratio is unknown, and all events of the test count as one.
     """
     from scipy.special import betainc
 

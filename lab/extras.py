@@ -27,7 +27,9 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise ModuleNotFoundError if a package that `part` needs is not installed. The message names the pip extra."""
+    """Raise ModuleNotFoundError if one of `packages`, which a part of the lab needs, is not installed. `part` is the part's
+    name in the message, such as "The judge". The message also has the pip command that installs the packages.
+    """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(sentence(part, missing), name=missing[0])

@@ -19,8 +19,9 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 def write_text(path: Path, text: str) -> None:
     """Write a text to a file atomically, in UTF-8. The file is compressed if its name ends in ".gz".
 
-    Missing folders are created. A symbolic link stays, and its target is written. Characters that UTF-8 cannot encode (halves
-    of surrogate pairs) are escaped. Raises OSError with the file's name; then an old file is not changed.
+    Missing folders are created. If `path` is a symbolic link, the file to which it points is written. Characters that UTF-8
+    cannot encode (halves of surrogate pairs) are escaped. If the file cannot be written, raises OSError with the file's name,
+    and leaves an old file unchanged.
     """
     target = Path(os.path.realpath(path))  # which raises nothing for a link to itself
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -43,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def regular(path: Path) -> Path:
-    """Return the path. Raise OSError if it is not a regular file, because reading a pipe or a device may not end."""
+    """Return the path if it is a regular file, else raise OSError. Reading a pipe or a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
     return path

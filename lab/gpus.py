@@ -86,7 +86,7 @@ def capability_of(device: torch.device) -> Capability | None:
 @functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
     """Return the family of a GPU; None for a CPU and for a GPU before SM80. A capability that no family lists belongs to the
-    family of the next lower capability with the same major number, or to `OTHER`.
+    family of the next lower capability with the same major number. If there is no such family, return `OTHER`.
     """
     if capability is None or capability < OLDEST:
         return None
@@ -96,7 +96,9 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls: `backend`, or for "auto" FlashInfer's choice on this GPU, if any."""
+    """Return the backend that FlashInfer's TRT-LLM calls use on a GPU: `backend`, or FlashInfer's choice if `backend` is
+    "auto". None means that FlashInfer has no such kernels for this GPU.
+    """
     if backend != "auto":
         return backend
     family = family_of(capability)

@@ -87,7 +87,9 @@ CACHED = {"__slotnames__", "__annotations__", "__annotations_cache__"}
 
 
 class Bindings:
-    """A record of functions, constants and settings, each with a path such as "lab.ranges.dtype_of". See `bindings`."""
+    """A record of the functions, constants and settings by which kernels are timed and judged. `bindings` makes it, and
+    `changes` compares it with the present state. Each recorded object has a path such as "lab.ranges.dtype_of".
+    """
 
     def __init__(self, held: Sequence[Held], hiding: Sequence[Hiding] = ()) -> None:
         self._held, self._hiding, self._settings = held, hiding, dict(_settings())
@@ -110,7 +112,7 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed since the record, and no module or name has been added."""
+        """Return True if nothing has changed since the record, and no watched module and no name in one has been added."""
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
@@ -118,8 +120,8 @@ class Bindings:
         return len([*_watched()]), *(len(each) for each in holders if each is not sys.modules)
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects and the names of settings that have changed. An added object is listed only if
-        its name hides a name of Python in a module of the lab, or a name of a base class.
+        """Return the paths of recorded objects and the names of settings that have changed. A new name is listed only if it
+        hides one of Python's names, such as `len`, in a module of the lab, or hides a name that a class inherits.
         """
         now = dict(_settings())
         is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
@@ -195,7 +197,9 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return what an assignment can replace in a function: its code, its default arguments, and functions in its closure."""
+    """Return the parts of a function that an assignment can replace: its code, its default arguments, and functions in its
+    closure.
+    """
     keywords = (function.__kwdefaults__ or {}).items()
     held = map(_contents, function.__closure__ or ())
     cells = [each for each in held if isinstance(each, types.FunctionType)]
@@ -221,8 +225,9 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses of all recorded objects as bytes, or None if one is gone. Equal bytes mean that no object was
-    replaced. This runs after every judged case, so no Python function is called per object.
+    """Return the addresses of all recorded objects as bytes, or None if a recorded name or closure variable was deleted. Equal
+    bytes mean that no object was replaced. This runs after every judged case: for speed, no Python function is called per
+    object.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:
@@ -245,7 +250,9 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True for a list or dict of numbers, strings and so on (`PLAIN`). Others are caches, whose contents may change."""
+    """Return True for a list or dict of plain values (`PLAIN`), such as numbers and strings. Other lists and dicts are caches,
+    whose contents may change.
+    """
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
@@ -291,7 +298,9 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of an operator's overloads that have kernels. Overloads of TorchScript, as for two ints, have none."""
+    """Return the names of an operator's overloads that have kernels. An overload that only TorchScript uses, such as for two
+    ints, has no kernel.
+    """
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

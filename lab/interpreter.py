@@ -20,7 +20,9 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """Replacements for two functions of Triton's interpreter. They patch a module's `triton.language` only once per launch."""
+    """Replacements for two functions of Triton's interpreter, `launch` and `patch_language`. With them, the interpreter patches
+    `triton.language` in a module once per launch, and not at every call of a `@triton.jit` function.
+    """
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -35,7 +37,9 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch `triton.language` in the module of `fn`, unless this launch has done so. Return what undoes it, or None."""
+        """Patch `triton.language` in the module of `fn`. Return an object that undoes the patch, or None if the current launch
+        has already patched this module.
+        """
         if self._modules is None:
             return self._patch_language(fn)
         if fn.__module__ in self._modules:
@@ -58,7 +62,9 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Speed up Triton's interpreter, if it is imported: replace functions of Triton. Call this only in the lab's processes."""
+    """Replace functions of Triton's interpreter by faster ones, if the interpreter is imported. Because this changes Triton for
+    the whole process, call it only in processes of the lab.
+    """
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
         _change(interpreter)
@@ -91,16 +97,16 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """How the interpreter's results with bf16 have differed from a GPU's so far."""
+    """Why results with bf16 that Triton's interpreter computed may differ from a GPU's. `noting_bf16` sets the fields."""
 
-    computes: bool = False  #: it computed on the bit patterns of bf16 values, which causes errors of any size
-    truncates: bool = False  #: it truncated float32 to bf16 where a GPU rounds: errors of a few roundings
+    computes: bool = False  #: computed on the bit patterns of bf16 values: errors of any size
+    truncates: bool = False  #: truncated float32 to bf16, where a GPU rounds: errors of a few roundings
 
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """In the `with` block, record whether the interpreter's results with bf16 differ from a GPU's. They do not if the kernel
-    converts bf16 to float32 before it computes, and rounds before it converts to bf16.
+    """In the `with` block, record whether the interpreter's results with bf16 may differ from a GPU's. The results agree if the
+    kernel converts bf16 to float32 before it computes, and rounds float32 to a bf16 value before it converts to bf16.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -139,8 +145,8 @@ def _dtype_of(operand: Any) -> str:
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence if an error was caused by a limit of the interpreter, such as inline assembly or a function of
-    `triton.language` that was imported under another name; "" if the kernel may be wrong.
+    """Return a sentence if a limit of Triton's interpreter caused an error, such as inline assembly, or a function of
+    `triton.language` that was imported under another name. Return "" for an error that the kernel may have caused.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause

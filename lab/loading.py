@@ -24,7 +24,9 @@ class LoadError(ImportError):
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True if Ctrl-C caused a KeyboardInterrupt, and False if a kernel raised it in a worker, which ignores Ctrl-C."""
+    """Return True if `error` is a KeyboardInterrupt that Ctrl-C caused. A worker process ignores Ctrl-C: if a kernel raises
+    KeyboardInterrupt there, return False.
+    """
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
@@ -108,7 +110,9 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return the file or top-level package from which `load` would import `name` in the working directory `folder`."""
+    """Return the path of the file or top-level package from which `load(name)` would import if `folder` were the working
+    directory.
+    """
     where, _, attribute = name.partition(":")
     if where.endswith(".py"):
         return f"{os.path.abspath(folder / where)}:{attribute}"

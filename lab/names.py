@@ -54,7 +54,9 @@ INTERFACES: tuple[Interface, ...] = (*AttentionCall, *MetadataFunction)
 
 
 def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` that has this name, else raise ValueError. `kind` is a noun for the keys, such as "check"."""
+    """Return the key of `named` that has the name `name`. The values of `named` are the names of each key. Raise ValueError if
+    no key has this name; the error message calls a key a `kind`, such as "check".
+    """
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
             return each
@@ -62,13 +64,15 @@ def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str
 
 
 def check_name(text: str) -> str:
-    """Return the text if it is the key or name of a check, else raise ValueError."""
+    """Return the text if it is the key or name of a check, such as "K1" or "oracle", else raise ValueError."""
     of_name(text, {key: (key, name) for key, name in CHECKS.items() if key != BY_CALLS}, "check")
     return text
 
 
 def functions_named(names: Iterable[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names, such as "decode", or FlashInfer's names. Without names, return all functions."""
+    """Return the functions with these names. A name is short, such as "decode", or the name of FlashInfer's or the engine's
+    function. Without names, return all functions.
+    """
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(of_name(name, named, "function") for name in names) or INTERFACES
 

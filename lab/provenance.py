@@ -41,7 +41,9 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the git commit of the lab's checkout, with "-dirty" if files differ; without a checkout, `LAB_COMMIT` or None."""
+    """Return the git commit of the lab's checkout, with "-dirty" if tracked files were changed. If the lab is not in a
+    checkout, return the environment variable `LAB_COMMIT`, or None if it is not set.
+    """
     here = str(Path(__file__).parent)
     if not output_of(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")

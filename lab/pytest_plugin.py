@@ -102,7 +102,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _workers(name: str, config: pytest.Config) -> Any:
-    """Return a pool with one worker process that loads a kernel. If the kernel crashes, pytest continues."""
+    """Return a pool with one worker process, which loads the kernel `name`. If the kernel crashes its worker, pytest
+    continues.
+    """
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
     from lab.checks.run.refusals import Refusals
@@ -142,7 +144,9 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: Interface) -> Ranges:
-        """Return the ranges that the options request, without unsupported values if the function declines most cases."""
+        """Return the ranges of parameters with which a function is judged: those that pytest's options request. If the function
+        declines most cases, unsupported values are removed.
+        """
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:

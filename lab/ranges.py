@@ -26,7 +26,7 @@ class Kind:
     words: Callable[[], str]  # returns a description that follows "is not", such as "a power of two"
     holds: Callable[[Any], bool]  # returns True if a value is permitted
     parse: Callable[[str], Any] = int  # converts a text to a value; may raise ValueError
-    metavar: str = "N,N,..."  # placeholder of the values in a help text
+    metavar: str = "N,N,..."  # text that stands for the values in a help text
 
     def read(self, text: str) -> Any:
         try:
@@ -164,15 +164,15 @@ class Ranges:
     kv_layouts: tuple[str, ...] = _field(
         LAYOUTS, _name(lambda: LAYOUTS, "HND,NHD"), "orders of a page's axes", likely=("HND",)
     )
-    long_requests: tuple[int, ...] = _field(  # each in a case of few heads and rows
+    long_requests: tuple[int, ...] = _field(  # each value in a case with few heads and query rows
         (4_100, 16_500, 131_072), POSITIVE, "keys of the long requests of check K18"
     )
-    # Above a warp's 32 lanes, and one more than 132 or 148 multiprocessors, or a multiple of them, compute at once: above 128,
-    # 256, 512 and 1,024.
+    # 40 exceeds the 32 lanes of a warp. Each other value is one above a multiple of 132 or 148 multiprocessors, and above a
+    # power of 2: 128, 256, 512 and 1,024.
     large_batches: tuple[int, ...] = _field(
         (40, 133), POSITIVE, "requests of the large batches", beyond=(297, 529, 1037)
     )
-    masked_rows: tuple[int, ...] = _field(  # more than 16 take a row's second word
+    masked_rows: tuple[int, ...] = _field(  # a mask of more than 16 rows has a second word per row
         (4, 8, 20, 40), POSITIVE, "query rows of the calls with a draft mask", beyond=(70,)
     )
     mla_head_dims: tuple[tuple[int, int], ...] = _field(
@@ -188,7 +188,7 @@ class Ranges:
     mla_page_sizes: tuple[int, ...] = _field(
         (32, 64), POWER_OF_TWO, "tokens per page of MLA's cache", beyond=(8, 16, 128, 1), likely=(64, 32)
     )
-    top_ks: tuple[int, ...] = _field(  # 132: a tile of 128 and the least more that FlashInfer takes, a multiple of 4
+    top_ks: tuple[int, ...] = _field(  # 132 exceeds a tile of 128 by the least that FlashInfer allows, 4
         (132, 512), _whole(0), "sparse_mla_top_k of MLA decode calls that select entries, 0 for none", beyond=(8, 2048)
     )
     geometries: tuple[str, ...] = _field(
@@ -196,7 +196,7 @@ class Ranges:
         _name(_geometries, "NAME,..."),
         "models whose passes and graph replays the full level judges",
     )
-    e4m3_arithmetic: bool = _field(  # it rounds Q and the softmax's weights to e4m3
+    e4m3_arithmetic: bool = _field(  # a kernel that rounds Q and the softmax's weights to e4m3
         False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3", is_several=False
     )
     longest: int = _field(
@@ -226,14 +226,18 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field for check K18: those of the field, and if it has its default also `Option.beyond`."""
+        """Return the values of the field `name` for check K18: the values of the field, followed by `Option.beyond` if the
+        field was not changed from its default.
+        """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return the dtype to which the kernel rounds the operands of Q·K^T and of P·V; None: the query's dtype."""
+        """Return the dtype to which a kernel may round the operands of Q·K^T and of P·V, for a query of `dtype` and a cache of
+        `kv_dtype`. None means the query's dtype.
+        """
         from lab.calls.problem import E4M3
 
         return E4M3 if dtype == E4M3 or (self.e4m3_arithmetic and kv_dtype == E4M3) else None
@@ -247,7 +251,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small synthetic geometry with head counts and a head_dim in the ranges, "tiny" if possible."""
+        """Return the name of a small synthetic model whose head counts and head_dim are in the ranges: "tiny" if possible."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -291,7 +295,9 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the command-line options that make these ranges from the default ones. pytest's options begin with "--lab-"."""
+    """Return the command-line options that make these ranges from the default ones. `prefix` is "--" for the command `lab`, and
+    "--lab-" for pytest.
+    """
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():
         value = getattr(ranges, name)

@@ -11,7 +11,9 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Replace a failing subject by reduced ones as long as one of them still fails (`stays_wrong`). Return the last one."""
+    """Reduce a failing subject, such as a case, as long as a reduced version still fails (`stays_wrong`), and return the last
+    failing one. Each function in `reductions` yields reduced versions of a subject.
+    """
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -22,7 +24,7 @@ def smallest(
 
 
 def halvings(number: int) -> Iterator[int]:
-    """Yield a number, its half, its quarter and so on, rounded down, to 1."""
+    """Yield a number, its half, its quarter and so on down to 1, rounded down: 5, 2, 1."""
     while number > 0:
         yield number
         number //= 2

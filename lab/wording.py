@@ -18,7 +18,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def first_few(sentences: Sequence[str], most: int) -> list[str]:
-    """Return the first `most` sentences, followed by a text such as "and 3 more" if there are more."""
+    """Return the first `most` sentences. If there are more, append a text such as "and 3 more"."""
     more = len(sentences) - most
     return [*sentences[:most], *([f"and {more} more"] if more > 0 else [])]
 
