@@ -1,7 +1,7 @@
 """The interface of an attention backend. A backend builds metadata (the arguments of its kernels, such as page tables),
-allocates the metadata buffers of CUDA graphs, and prepares attention calls. It has only settings: the requests are in a
-`KVPool`, and the tensors that keep their addresses for CUDA graphs in `MetadataBuffers`. A *captured size* is a batch size for
-which a CUDA graph was captured.
+allocates the metadata buffers of CUDA graphs, and prepares attention calls. A backend keeps only settings: a `KVPool` keeps the
+requests, and `MetadataBuffers` the tensors whose addresses CUDA graphs read. A *captured size* is a batch size for which a CUDA
+graph was captured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,9 +39,9 @@ class PassMetadata(Protocol):
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return this metadata's tensors as the output buffers of `prepare_passes`, whose launch adds `seq_len_offset` to the
-        batch's ``seq_lens``. With `query_rows` None it does not write ``cu_seqlens_q``. A sliding-window pool needs the batch's
-        `out_cache_loc`.
+        """Return this metadata's tensors as output buffers of the kernel that `prepare_passes` launches. The kernel adds
+        `seq_len_offset` to each of the batch's ``seq_lens``. If `query_rows` (per request) is None, the kernel does not write
+        ``cu_seqlens_q``. `out_cache_loc` has the slots of the batch's new tokens; only a sliding-window pool needs it.
         """
         ...
 
@@ -50,11 +50,11 @@ class MetadataBuffers(Protocol[MetadataT_co]):
     """The metadata buffers of one forward mode (`GraphMode`). CUDA graphs read them, so their addresses do not change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of the captured batch size `batch_size`, as slices of the buffers."""
+        """Return the leading slices of the buffers that the CUDA graph captured with `batch_size` requests reads."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that writes the metadata of one captured batch size to the buffers, from `StaticInputs.view`."""
+        """Return a function that writes the metadata of `view` to the buffers. `view` is the batch that a CUDA graph reads."""
         ...
 
 
@@ -75,8 +75,8 @@ class GraphMetadata(Generic[PassT]):
     def prepare_launch(
         self, view: ForwardBatch, rows: int | Tensor | None, finish: Callable[[PassT], None] | None = None
     ) -> Callable[[], None]:
-        """Return a function that writes the metadata of one captured size in one launch, and then calls `finish` with the
-        metadata. `rows` is the argument `query_rows` of `PassMetadata.pass_buffers`.
+        """Return a function that launches one kernel, which writes the metadata of `view`, and then calls `finish` with the
+        metadata. `rows` is the number of query rows per request. If `rows` is None, ``cu_seqlens_q`` is not written.
         """
         metadata = self.slices(view.batch_size)
         written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows, view.out_cache_loc)
@@ -85,8 +85,8 @@ class GraphMetadata(Generic[PassT]):
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """The metadata buffers of one forward mode, for backends without a launch that writes to buffers. Each replay builds the
-    metadata in new tensors by `build`, and copies these tensors to the buffers.
+    """The metadata buffers of one forward mode, for a backend that has no kernel to write into buffers. In each replay, `build`
+    makes the metadata in new tensors, which are then copied to the buffers.
     """
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
@@ -112,7 +112,7 @@ def copy_tensors(built: object, buffers: object, presets: Sequence[str] = ()) ->
 
 
 class RebuildingBackend(Generic[MetadataT]):
-    """A base class of backends whose CUDA graphs build the metadata in new tensors in each replay (`RebuiltMetadata`)."""
+    """A base class of backends that, in each replay of a CUDA graph, build new metadata and copy it to the graph's buffers."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
         raise NotImplementedError
@@ -147,8 +147,8 @@ class Backend(Protocol[MetadataT]):
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention over its paged cache. Return a function that computes the attention, and writes it to
-        and returns `out`. A CUDA graph can capture the function.
+        """Prepare one layer's attention over its paged cache. Return a function that computes the attention, writes it to
+        `out`, and returns `out`. A CUDA graph can capture the function.
 
         The caller may change the contents of the tensors between two calls of the function.
 
@@ -157,15 +157,15 @@ class Backend(Protocol[MetadataT]):
             query: ``[num_tokens, num_qo_heads, head_dim]``.
             cache: the layer's cache in the backend's own class. It must contain K and V of the query rows before the function
                 is called.
-            max_context_len: largest number of tokens that a request can have. Backends whose metadata has such a bound ignore
-                it.
+            max_context_len: largest number of tokens that a request can have. A backend ignores it if its metadata has such a
+                bound.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
 
 
 def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Return (a tensor for the query in `dtype`, functions that copy it there), or (`query`, []) if no cast is needed."""
+    """Return (new tensor in `dtype`, [function that casts `query` into this tensor]), or (`query`, []) if no cast is needed."""
     if dtype in (None, query.dtype):
         return query, []
     given = torch.empty_like(query, dtype=dtype)
@@ -187,8 +187,8 @@ def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Return a function that writes, in one launch, the metadata of one or several forward passes over the requests of `batch`.
 
-    The launch adds the ``seq_len_offset`` of each pass to the batch's lengths. In a ragged verification requests have different
-    numbers of query rows, so ``seq_len_offset`` must be 0, and a torch operation before the launch adds the numbers of rows.
+    The launch adds the ``seq_len_offset`` of each pass to the batch's ``seq_lens``. In a ragged verification, requests have
+    different numbers of query rows: ``seq_len_offset`` must be 0, and a torch operation adds these numbers before the launch.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -209,5 +209,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` of a forward pass (see `prepare_passes`). Only draft steps depend on `attention`."""
+    """Return how many keys per request ``batch.seq_lens`` does not count; 0 in a ragged verification (see `prepare_passes`)."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture without garbage collection: if the collector frees another CUDA graph, the capture becomes invalid."""
+    """Capture a block in `graph` without garbage collection, which may free another CUDA graph and so break the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,7 +23,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Call `call` once to warm up, and capture it in a CUDA graph. Return (function that replays the graph, result of the
-    captured `call`). On a CPU the replay calls `call` again, which must return the same object.
+    captured `call`). On a CPU, each replay calls `call`, which must return the same object every time.
     """
     if device.type != "cuda":
         output = call()

@@ -21,7 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The input batch `view` and the metadata of one captured batch size. `rebuild` writes the metadata in place."""
+    """The input batch `view` and the metadata of one captured batch size. `rebuild` computes the metadata again, in place."""
 
     view: ForwardBatch
     metadata: MetadataT
@@ -96,7 +96,7 @@ class GraphRunner(Generic[MetadataT]):
 
     def replay(self, batch: ForwardBatch) -> Any:
         """Run a batch in the graph of the smallest size that is large enough. Return the graph's output, padding rows included.
-        The next replay overwrites it.
+        The next replay overwrites this output.
         """
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)

@@ -21,14 +21,14 @@ class SpecInfo:
     draft model.
 
     Attributes:
-        num_draft_tokens: query rows of each request in verification; in a ragged verification, the largest number of a
-            request; None in other modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has
-            ``num_tokens // batch_size`` rows.
-        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
-        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of a ``DRAFT_EXTEND`` in a CUDA graph;
-            else None.
-        speculative_step_id: the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V. In SGLang
-            each step's backend object keeps it.
+        num_draft_tokens: number of query rows of each request in ``TARGET_VERIFY`` (only used if the batch is empty, instead of
+            ``num_tokens // batch_size``); an upper bound of this number in ``RAGGED_VERIFY``; None in other modes.
+        num_tokens_per_req: number of query rows of each request in ``DRAFT_EXTEND_V2``, or -1 if requests differ; other modes
+            ignore it.
+        num_accept_tokens: at least ``[batch_size]`` int32 or int64, query rows of each request of a ``DRAFT_EXTEND`` in a CUDA
+            graph; else None.
+        speculative_step_id: number of the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V; None
+            outside of draft steps. In SGLang each step's backend object has this number.
     """
 
     num_draft_tokens: int | None = None
@@ -40,8 +40,8 @@ class SpecInfo:
     def of(
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
-        """Return the `SpecInfo` of a pass whose requests have `num_rows` query rows each (in a ragged verification: at most),
-        or None without speculative decoding. `draft_step` is the number of the draft step if the pass is one.
+        """Return the `SpecInfo` of a forward pass, or None without speculative decoding. Each request has `num_rows` query rows
+        (in a ragged verification: at most). `draft_step` is the number of the draft step, or None outside of draft steps.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
@@ -71,21 +71,21 @@ class SpecInfo:
 class ForwardBatch:
     """The fields of SGLang's ForwardBatch from which attention metadata is built.
 
-    The checks, which raise TypeError or ValueError, use shapes, dtypes and host lists. They never read a device tensor, so
+    A new batch is checked (TypeError, ValueError). The checks read shapes, dtypes and host lists, and no device tensor, so
     ``meta`` tensors are allowed.
 
     Attributes:
-        req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
-            the reserved row that padding uses. A request may occur twice.
-        seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
-            without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
+        req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is the reserved
+            row that padding uses. A request may occur twice.
+        seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode: without the
+            draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
             in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``. A frozen-KV
             draft, which writes no K/V, has no slots.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
-        extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
-            in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
+        extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request in the
+            extend modes, or None. In a ragged verification ``extend_seq_lens`` is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
             knows the first two. ``seq_lens_cpu`` needs a copy from the device, so no mode requires it. In a prefill on MHA
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.

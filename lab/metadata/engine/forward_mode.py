@@ -52,13 +52,13 @@ _Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 class ForwardMode(IntEnum):
     """SGLang's forward modes, numbered as in 0.5.13, the last release with ``DRAFT_EXTEND``.
 
-    Later releases dropped that member, and the values after it moved down by one: compare members, never integers.
-    RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
+    In later releases, the values after ``DRAFT_EXTEND`` are smaller by one: compare members, never integers. RAGGED_VERIFY is
+    the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
         query_rows: how many query rows a request has.
         uncounted: which of a request's keys ``seq_lens`` does not count.
-        mha_call, mla_call: FlashInfer's call that the MHA and the MLA backend make (SGLang 0.5.23; ``DRAFT_EXTEND`` as in
+        mha_call, mla_call: FlashInfer's function that the MHA and the MLA backend call (SGLang 0.5.23; ``DRAFT_EXTEND`` as in
             0.5.13 with MHA and in 0.5.12 with MLA); None if no attention runs.
         in_graph: True if CUDA graphs can capture the mode.
     """

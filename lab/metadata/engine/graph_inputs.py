@@ -25,8 +25,8 @@ class GraphMode:
 
     forward_mode: ForwardMode  #: one with `in_graph`
     num_tokens_per_req: int = 1  #: largest number of query rows of a request
-    #: the number of a draft step, or `FROZEN_KV_STEP`, with which the batch size is the number of requests times ``topk``; None
-    #: if the mode is no draft step
+    #: the number of the draft step, from 0; None outside of draft steps. `FROZEN_KV_STEP` if the draft writes no K/V: the batch
+    #: size is then the number of requests times ``topk``
     draft_step: int | None = None
 
     @classmethod
@@ -35,8 +35,8 @@ class GraphMode:
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request. If that is not positive (SGLang 0.5.13 at
-        capture), the host reads the largest of ``spec_info.num_accept_tokens`` instead. Raises ValueError without either.
+        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request or, if it is not positive (SGLang 0.5.13 at
+        capture), with the largest of ``num_accept_tokens``, which the host reads. Raises ValueError if there is neither.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -53,7 +53,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return the number of tokens of each request whose K and V a graph writes."""
+        """Return for how many tokens of each request a replay writes K and V: 0 in a draft that writes no K/V."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of size `batch_size` reads. Its host numbers are the same in every replay."""
+        """Return the batch that the graph of size `batch_size` reads. Its host lists are the same in every replay."""
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(
@@ -101,8 +101,8 @@ class StaticInputs:
         """Copy a batch into the buffers, padded to the captured size `batch_size`, without reading the device on the host.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0 for new tokens. Slot 0 is in the
-        page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or the batch lacks a
-        number of rows.
+        page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or if the batch does not
+        say how many query rows its requests have.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req

@@ -12,8 +12,8 @@ def decide_needs_cpu_seq_lens(
     attn_backends: Iterable[object | None], *, two_batch_overlap: bool = False, ngram: bool = False
 ) -> bool:
     """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23): for two-batch overlap,
-    NGRAM speculation, or a backend whose attribute ``needs_cpu_seq_lens`` is not False. SGLang 0.5.13 has no rule for NGRAM,
-    and also returns True unless piecewise CUDA graphs are disabled, which is not modelled.
+    NGRAM speculation, or a backend whose attribute ``needs_cpu_seq_lens`` is not False. SGLang 0.5.13 ignores NGRAM, and needs
+    the copy also if piecewise CUDA graphs are enabled, which is not modelled.
     """
     if two_batch_overlap or ngram:
         return True

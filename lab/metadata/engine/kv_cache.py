@@ -87,7 +87,7 @@ def write_e4m3(
     """Write K and V, ``[n, num_kv_heads, head_dim]`` float16 or bfloat16, to an e4m3 cache, quantised as in SGLang's fused
     write. Return `query` converted to e4m3 without a scale; None if `query` is None.
 
-    An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
+    A stored element is the float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
     (`fused_fp8_qkv_kv_cache.cuh`). With context parallelism SGLang divides in the model's dtype instead, and so rounds twice
     (`MHATokenToKVPool.set_kv_buffer`).
     """

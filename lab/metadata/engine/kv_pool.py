@@ -159,8 +159,8 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the page of each slot in the caches of the full pool: int32, in the shape of `slots`. Slot -1 is in page -1;
-        with virtual pages it is in page 0, the sink, as is every slot whose virtual page has no page of the caches.
+        """Return the page of each slot in the caches of the full pool: int32, in the shape of `slots`. Slot -1 is in page -1,
+        or in page 0 if the pool has virtual pages. A slot whose virtual page is not mapped is also in page 0 (for padding).
         """
         pages = slots // self.page_size
         return (pages if self.v2p is None else self.v2p[pages.clamp(min=0)].clamp(min=0)).to(torch.int32)
@@ -177,13 +177,13 @@ class KVPool:
         return (pages * self.page_size + slots % self.page_size).masked_fill((slots < 0) | (pages < 0), 0)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is -1 for slot -1,
-        and 0 for a token whose sliding-window page was evicted.
+        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. The result is -1 for
+        slot -1, and 0 for a token whose sliding-window page was evicted.
         """
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Free the sliding-window pages of a request whose tokens are all before position ``before``."""
+        """Free the sliding-window pages of a request that lie completely before position ``before``."""
         request = self._request(req_pool_index)
         self._swa_map()
         if not 0 <= before <= request.length:

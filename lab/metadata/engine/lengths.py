@@ -60,7 +60,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return ``max_seq_len_q``: the largest number of query rows of a request, or an upper bound, from host numbers."""
+    """Return ``max_seq_len_q``: the largest number of query rows of a request or an upper bound, without reading the device."""
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
         return 1
@@ -111,8 +111,8 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors ``[num_rows]``: the index of each query row's request (for a padding row: of the last request); the
-    number of tokens that the row sees in MLA, its own token and those before it; and a bool, True for padding rows.
+    """Return three tensors, each ``[num_rows]``. For each query row they have: the index of its request (for a padding row: of
+    the last request); the number of tokens that the row sees in MLA, itself and those before it; True for a padding row.
     """
     keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:

@@ -69,8 +69,8 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return which of FlashInfer's functions the MHA backend calls in a forward mode. In DRAFT_EXTEND and DRAFT_EXTEND_V2 it is
-    `draft_extend` if given: SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
+    """Return the FlashInfer function that the MHA backend calls in a forward mode. If `draft_extend` is given, it is the result
+    in DRAFT_EXTEND and DRAFT_EXTEND_V2: SGLang's PR 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
@@ -166,9 +166,9 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments by which each query row of a verification is a request of its own. An encoder-only layer needs this,
-    because the decode call is causal among the rows of a request. With a window, every row sees the window of its request's
-    last token (SGLang 0.5.23).
+    """Return call arguments that make each query row of a verification a request of its own. A call of an encoder-only layer
+    needs them, because the decode call is causal among the rows of a request. With a window, every row sees the window of its
+    request's last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -188,8 +188,8 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments that give a decode call its query rows per request: one number if all requests have equally many
-    rows, else their offsets and the largest number.
+    """Return the arguments for the numbers of query rows of a decode call's requests: ``q_len_per_req`` if all numbers are
+    equal, else ``cum_seq_lens_q`` and ``max_q_len``, which a ragged verification always has.
     """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
@@ -229,8 +229,8 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
     other     any                 the model's    the model's
     ========  ==================  =============  =========
 
-    The cast has no scale, so that values beyond 448 saturate. `trtllm_gen`: FlashInfer's trtllm-gen runs the call (SM100,
-    SM103).
+    The query is cast without a scale, so that values beyond 448 saturate. `trtllm_gen`: FlashInfer's trtllm-gen runs the call
+    (SM100, SM103).
     """
     if kv_dtype == NVFP4:
         if not trtllm_gen and call is AttentionCall.CONTEXT:
@@ -251,7 +251,7 @@ class CallSettings:
             None skips nothing. `AttentionProblem.skip_softmax` describes this approximation.
     """
 
-    #: of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang allocates it for
+    #: an argument of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang makes it for
     #: ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests
     multi_ctas_kv_counter_buffer: Tensor | None = None
     skip_softmax_decode: float | None = None
@@ -321,7 +321,7 @@ class TRTLLMMHABackend:
         out: Tensor,
         plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). `plan` None: the result of `plan_calls`."""
+        """Prepare one layer's attention (see `Backend.prepare_attention`). If `plan` is None, `plan_calls` makes it."""
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
         given, steps = cast_to(dtypes.query, query)

@@ -36,7 +36,7 @@ NUM_PAGES = 16  # largest number of pages that a row selects
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMetadata:
-    """The metadata of a decode or verification on the block-sparse decode call."""
+    """The metadata of a decode or verification pass that makes block-sparse decode calls."""
 
     page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
     query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
@@ -47,7 +47,7 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many tokens a row sees in its selected pages, if it is the last of `num_tokens` tokens."""
+    """Return how many of a request's `num_tokens` tokens the last query row sees, which are in at most 16 selected pages."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
@@ -55,7 +55,7 @@ def build_block_sparse_metadata(batch: ForwardBatch, pool: KVPool, num_kv_heads:
     """Build the metadata of one eager pass in new tensors, without reading the device on the host (SGLang 0.5.23).
 
     Row j of a verification, from 0, sees ``seq_lens + j + 1`` tokens. A row that sees p pages selects min(p, 16) pages: its own
-    page, and earlier pages, which are full. Each of `num_kv_heads` selects its own pages.
+    page, and earlier pages, which are full. Each of the `num_kv_heads` K/V heads selects its own pages.
     """
     check_attends(batch, pool)
     rows, is_draft = batch.forward_mode.query_rows, batch.spec_info is not None
@@ -98,7 +98,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (K, V) of the compact cache as the argument ``kv_cache``: overlapping pages of all K/V heads, in HND order."""
+    """Return `compact`, the copied pages, as a call's ``kv_cache``: views (K, V) of HND pages, which overlap in memory."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim
@@ -129,8 +129,8 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention (see `Backend.prepare_attention`). Of `layer`, only `softmax_scale` is used. Each call
-        copies the pages in `topk_indices`, which is `topk_pages` of `copy_selected_pages`. Rows of `out` beyond the number of
-        rows in `metadata` become 0.
+        first copies the pages that `topk_indices` lists, the `topk_pages` of `copy_selected_pages`. Rows of `out` beyond the
+        number of rows in `metadata` become 0.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:

@@ -64,9 +64,9 @@ def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
 def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
     """Return the query rows of one rank in an EXTEND or MIXED batch, and the metadata of the rank's call.
 
-    Blocks of a request differ by at most one token; the longer blocks come first. In the call a block is a request of its own,
-    whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a request. Without
-    `extend_prefix_lens_cpu` all prefixes count as 0; in SGLang they count as 0 without `seq_lens_cpu`.
+    The new tokens of a request are cut into ``2 * num_ranks`` blocks. The first blocks may be longer by 1. In the call, a block
+    is a request whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a
+    request. All prefixes count as 0 if `extend_prefix_lens_cpu` is None (in SGLang: `seq_lens_cpu`).
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)

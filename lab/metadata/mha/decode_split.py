@@ -24,8 +24,8 @@ DECODE = AttentionCall.DECODE.value
 class DecodeSplit:
     """An object with FlashInfer's functions that divides a decode call into `num_splits` calls of another `implementation`.
 
-    The first call has the shortest requests. If the requests cannot be divided equally, the first calls have one more. A
-    divided call must have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A
+    The first call has the shortest requests. If the requests cannot be divided equally, the first calls have one request more.
+    A divided call must have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A
     prepared call sorts the lengths on the device each time, so that a CUDA graph may capture it.
     """
 

@@ -29,7 +29,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """How the metadata of a captured batch size is written: in one launch or in many. Both write equal values."""
+    """How the metadata for a CUDA graph is written: in one launch or in many. The written values are the same."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23

@@ -102,9 +102,9 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the arguments that give the decode call its query rows per request, as vLLM's `_compute_decode_query_lens`
-        does: one number if all requests have equally many rows, else their boundaries. Padding requests have 0 rows; with XQA,
-        or if no request has more than one row, they do not count as different.
+        """Return the arguments for the numbers of query rows of the decode call's requests, as vLLM's
+        `_compute_decode_query_lens` does: one number if all requests have equally many rows, else offsets. Padding requests
+        have 0 rows. With XQA, or if no request has more than one row, padding requests do not count in this comparison.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]

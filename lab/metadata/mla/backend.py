@@ -169,8 +169,8 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
     """Return the query rows of a pass, ``[num_tokens, heads, head_dim]``, in the kernel's shape ``[batch_size, max_seq_len_q,
-    heads, head_dim]``: a view or, if `metadata.query_layout` is PADDED, a copy with padding rows, which is written to `padded`
-    if given.
+    heads, head_dim]``: as a view or, if `metadata.query_layout` is PADDED, as a copy with padding rows. The copy is written to
+    `padded` if given.
 
     Rows after ``metadata.num_rows`` are left out. Raises ValueError for too few rows, or if `padded` has another shape.
     """
@@ -232,7 +232,7 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (`out`, `lse`) with 0 and -inf in rows that see no key, where `is_empty`, bool ``[num_rows]``, is True."""
+    """Return (`out`, `lse`) in which rows that see no key, marked by `is_empty` (bool ``[num_rows]``), have 0 and -inf."""
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 
 
@@ -246,7 +246,7 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
     """Return the first elements of a buffer as a contiguous tensor of the given shape. SGLang 0.5.12 uses the slice
-    ``buffer[:batch_size, :max_seq_len_q]``, which is not contiguous in a wider buffer, and its kernel writes it as if it were.
+    ``buffer[:batch_size, :max_seq_len_q]``. In a wider buffer this slice is not contiguous, but the kernel ignores its strides.
     """
     needed = torch.Size(shape).numel()
     if needed > buffer.numel():
@@ -284,8 +284,8 @@ def prepare_mla_dcp_attention(
     and a merge of the ranks' outputs by their LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
 
     SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. `cute_dsl`
-    says that the kernel is CuTe DSL's. It also reads the number of keys that each request has on all ranks, so that it supports
-    several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
+    says that the kernel is CuTe DSL's. This kernel also reads the number of keys that each request has on all ranks, so that it
+    supports several query rows per request. Its LSE is to the base e (SGLang 0.5.23, `cutedsl_mla_backend.py`).
     """
     if batch.forward_mode.query_rows is not QueryRows.ONE and not cute_dsl:
         raise ValueError(

@@ -54,7 +54,7 @@ class DecodeContextParallel:
 
 
 def page_size_of_rank(pool: KVPool, size: int) -> int:
-    """Return how many tokens of a page of `pool` one of `size` GPUs has, which divide each page equally."""
+    """Return how many tokens of a page each GPU has, if `size` GPUs divide each page of `pool` equally."""
     if pool.page_size % size:
         raise ValueError(
             f"page_size={pool.page_size} is no multiple of the {size} GPUs: widen the pool's pages by their number"

@@ -52,7 +52,7 @@ class Indexer:
 class DSAMetadata:
     """The metadata of a pass with the sparse MLA decode call: lengths, and a page table for pages of one token."""
 
-    #: ``[num_rows, max_context_len]`` int32, the place of each position of the row's request; -1 in padding rows
+    #: ``[num_rows, max_context_len]`` int32, the cache index of each position of the row's request; -1 in padding rows
     page_table_1: Tensor
     #: ``[num_rows]`` int32, the call's ``seq_lens``: the tokens that a row sees in a decode, its selected tokens in other
     #: modes, 0 in padding rows

@@ -97,10 +97,10 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a pass on DeepSeek-V4's call: each query row's length, last 128 tokens, and request's pages."""
+    """The metadata of a pass that calls DeepSeek-V4's kernel: each query row's length, last 128 tokens, and request's pages."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
-    #: ``[num_rows, 128]`` int32, the places of the row's token and of the 127 tokens before it, newest first; then -1
+    #: ``[num_rows, 128]`` int32, cache indices of the row's token and of the 127 tokens before it, newest first; then -1
     window: Tensor
     #: ``[num_rows, columns]`` int32, the pages of the row's request. Cells after the request's last page are undefined
     page_table: Tensor
@@ -134,8 +134,8 @@ class DSV4Metadata:
     def sparse_topk_lens(self, compress_ratio: int, index_topk: int) -> Tensor:
         """Return the call's ``sparse_topk_lens``: ``[num_rows]`` int32, 128 plus the number of compressed entries of the row.
 
-        That number is at most `index_topk`, except at the ratio 128. At the ratios 4 and 128 it is at least 1: a row without
-        compressed entries has an index of -1 (`deepseek_v4_backend.py`, lines 887 and 510).
+        The number of compressed entries is at most `index_topk`, except at the ratio 128. It is at least 1 at the ratios 4 and
+        128: a row without compressed entries has an index of -1 (`deepseek_v4_backend.py`, lines 887 and 510).
         """
         entries = self.seq_lens // compress_ratio if compress_ratio else torch.zeros_like(self.seq_lens)
         if compress_ratio >= 4:

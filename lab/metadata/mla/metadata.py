@@ -51,7 +51,7 @@ class TRTLLMMLADecodeMetadata:
     """The metadata of a forward pass on the MLA decode kernel: a decode, a verification or a draft extend."""
 
     #: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's ``block_tables``). In an
-    #: eager pass -1 follows the live pages
+    #: eager pass -1 follows the pages of each request
     block_kv_indices: Tensor
     #: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``), padding rows of `QueryLayout.PADDED` included
     seq_lens_k: Tensor
@@ -76,7 +76,7 @@ class TRTLLMMLADecodeMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of query rows that the call reads, and whose output it writes."""
+        """Return how many query rows the decode call reads. The call writes the output of the same rows."""
         rows = self.sum_seq_lens_q
         return self.batch_size * self.max_seq_len_q if rows is None else rows
 
@@ -157,9 +157,9 @@ def build_mla_decode_metadata(
     Maxima are computed from ``seq_lens_cpu`` (`longest_request`). Without it, the pool's ``max_context_len`` replaces
     ``max(seq_lens)``. In a ragged verification the maximum counts the requests' rows twice, as SGLang's does.
 
-    The query rows of a ragged verification are padded to d rows per request, as in SGLang (`forward_extend`). The rows of a
-    draft extend are padded to the largest number of rows if the requests differ in it. SGLang pads them only if the number of
-    requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. ``seq_lens_k`` counts padding
+    The query rows of a ragged verification are padded to d rows per request, as in SGLang (`forward_extend`). If the requests
+    of a draft extend have different numbers of rows, they are padded to the largest number. SGLang pads them only if the number
+    of requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. ``seq_lens_k`` counts padding
     rows, because the kernel assumes that a request's last row is at its last key.
 
     SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/evidence/forward_modes.md).
@@ -207,8 +207,8 @@ def build_mla_decode_metadata(
 def replan_outgrown(
     metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata]
 ) -> TRTLLMMLADecodeMetadata:
-    """Return `metadata`, or ``build(batch)`` if padding for data parallelism added requests after it was built, as SGLang does
-    (`forward_decode`, `forward_extend`, 0.5.23).
+    """Return `metadata`, or ``build(batch)`` if padding for data parallelism has added requests since `metadata` was built, as
+    SGLang 0.5.23 does (`forward_decode`, `forward_extend`).
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -227,7 +227,7 @@ def build_mla_prefill_metadata(
         in_prefill_graph: whether the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
 
     Raises:
-        ValueError: the mode is another, the pool is none of MLA's, or the batch lacks a length that the mode needs.
+        ValueError: the mode is no prefill, MLA does not support the pool, or the batch lacks a length that the mode needs.
     """
     check_mla(pool)
     check_attends(batch, pool)
@@ -267,11 +267,11 @@ def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
     """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, uint8 zeros, for calls of up to ``max_batch_size`` requests on a
-    GPU with ``sm_count`` SMs. If several CTAs compute one request, they count in it how many of them have finished.
+    GPU with ``sm_count`` SMs. If several CTAs compute one request, the buffer counts how many of them have finished.
 
     The buffer has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters
     (FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels
-    reset it to zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
+    reset the counters to zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
     """
     for name, number in (("max_batch_size", max_batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
         if number < 1:

@@ -32,7 +32,7 @@ class DraftExtendOutput(NamedEnum):
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """Return the row of each request's last accepted token, int64 [batch_size]. `accept_lens` are at least 1."""
+    """Return the query row index of each request's last accepted token, int64 [batch_size]. `accept_lens` are at least 1."""
     first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
     return first_rows + accept_lens - 1
 
@@ -105,7 +105,7 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function, for a CUDA graph too, that writes K, V, and the rows of `outputs` that `form` selects."""
+        """Return a function that a CUDA graph can capture. It writes K, V, and the rows of `outputs` that `form` selects."""
         ...
 
 

@@ -244,8 +244,8 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every forward pass of one speculative iteration, and the function `write` that fills it in one launch.
-    Below, ``seq_lens`` is that of the TARGET_VERIFY batch, and d its number of draft tokens per request.
+    """The metadata of every forward pass of one speculative iteration, and the function `write` that fills it in one launch. In
+    the comments on the fields, ``seq_lens`` is the TARGET_VERIFY batch's, and d its number of draft tokens per request.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``

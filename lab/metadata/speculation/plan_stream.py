@@ -93,13 +93,13 @@ class VerifyBackend(ABC):
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up on the current stream: write what depends on the draft, which has filled its buffers."""
+        """Launch the fix-up: write, on the current stream, metadata that depends on the draft's buffers, which are final."""
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Raise an error unless a backend defines the fix-up exactly if its `fix_up` is AFTER_DRAFT."""
+    """Raise an error if a backend's `fix_up` is None, is AFTER_DRAFT without a fix-up method, or is NONE with such a method."""
     name = type(backend).__name__
     if backend.fix_up is None:
         raise NotImplementedError(
@@ -168,17 +168,17 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration: the draft and the plan of the verify at the same time, the writes that depend on the draft, and
-        last `verify`. Return the result of `verify`.
+        """Run one iteration: the draft and, at the same time, the plan of the verify pass (its metadata); then the writes that
+        depend on the draft; last `verify`. Return the result of `verify`.
 
         The host never waits. It launches the draft before the plan. If it launches the draft more slowly than the GPU runs it,
         the plan does not overlap with the draft.
 
         Args:
             draft: fills the buffers that it receives. It must not write a tensor of the batch.
-            inputs_final: an event after which the batch's tensors, and the entries of its draft tokens in the request table,
-                are final, for which the plan waits. None: they are final after the work that is on the current
-                stream now. It must be None on a CPU, where everything runs in order.
+            inputs_final: an event for which the plan waits. After it, the batch's tensors, and the entries of its draft tokens
+                in the request table, are final. None: they are final after the work that is on the current stream now. It must
+                be None on a CPU, where everything runs in order.
 
         Raises ValueError, before anything has run, if the batch cannot be planned or an event was passed on a CPU.
         """
