@@ -14,7 +14,7 @@ from lab.workloads.interfaces import PAGED_CALLS
 
 
 def short_repr(case: Any) -> str:
-    """Return Python source that creates an equal dataclass instance. It leaves out fields that have their default value."""
+    """Return Python source that creates a dataclass instance equal to `case`. Fields with their default value are left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)
@@ -25,7 +25,7 @@ def short_repr(case: Any) -> str:
 
 
 class Contents(NamedEnum):
-    """The kind of numbers in the query, keys and values of a case. A member's text describes the numbers and what they show."""
+    """Which numbers a test case has as query, keys and values. A member's text describes the numbers and what they show."""
 
     RANDOM = "N(0, 1): the output shows errors of rounding"
     NEEDLES = "a few keys outweigh all other keys: the keys at each row's limits, and the keys next to them"
@@ -78,13 +78,13 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if some rows select no key or have -1 before their first key, which a call with `top_k_lens` excludes."""
+        """Return True if some rows select no key or have -1 before their first key. Calls with `top_k_lens` permit neither."""
         return self in (Entries.NONE, Entries.LATE)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How K and V are stored in memory. It does not change the expected results, apart from rounding."""
+    """How K and V are stored in memory. The storage does not change the expected results, apart from rounding."""
 
     page_size: int = 16  #: tokens per page, a power of two
     kv_layout: str = "HND"  #: "HND" or "NHD", the order of a page's axes; not used for MLA
@@ -96,7 +96,7 @@ class Storage:
     gaps_in_scale_factors: bool = False  #: the pages of an NVFP4 cache's scale factors are twice as large as needed
     stacked: bool = False  #: K and V are one tensor [num_pages, 2, ...], with V's page after K's; otherwise two tensors
     first_page: int = 0  #: unused pages at the start of the pool, so that the used pages lie far from its start
-    one_far: bool = False  #: one used page lies after these unused pages, and all other used pages before them
+    one_far: bool = False  #: one used page lies after the `first_page` unused pages, all other used pages before them
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -21,7 +21,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of one tensor-parallel rank's slice of an attention layer with grouped queries. Base class of dataclasses."""
+    """The sizes of a layer of grouped-query attention on one tensor-parallel rank. A base class of dataclasses."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -246,7 +246,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that a kernel reads: all rows of a block-sparse pass may select the same pages."""
+        """Return the least number of keys that a kernel reads. In a block-sparse pass, all rows may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

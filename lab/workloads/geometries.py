@@ -28,7 +28,7 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return the slice of the layer on one of `size` GPUs, with at least one K/V head. Raise ValueError for other sizes."""
+        """Return the slice of the layer on one of `size` GPUs, at least 1 K/V head. Raise ValueError if heads do not divide."""
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
         if self.num_kv_heads % size and size % self.num_kv_heads:
@@ -61,7 +61,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a synthetic geometry with these sizes, such as "tiny-4x2x128-sinks", or "tiny" for its sizes."""
+    """Return the name of a synthetic geometry, such as "tiny-4x2x128-sinks", or "tiny" if that geometry has these sizes."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name

@@ -63,7 +63,7 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a token's cache entry, and with `compress_ratio` that of a compressed entry of several tokens."""
+        """Return the shape of a token's cache entry and, with `compress_ratio`, of the compressed entry of several tokens."""
         return ((self.head_dim,),) * (1 if self.compress_ratio is None else 2)
 
 
@@ -177,7 +177,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of cache entries that a kernel reads: if all rows of a request select the same entries."""
+        """Return the least number of cache entries that a kernel reads. All rows of a request may select the same entries."""
         return sum(map(self._num_selected, self.seen_lens, self.q_lens))
 
     @property

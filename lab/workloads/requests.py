@@ -26,7 +26,7 @@ class PassLens:
     #: is at the last token of the prefix and has no K and V of its own. None in other passes
     draft_step: int | None = None
     num_draft_tokens: int | None = None  #: most rows that a ragged verification permits; None: the largest of `q_lens`
-    topk: int = 1  #: branches of each request: neighbours, each with an entry of the lengths
+    topk: int = 1  #: draft branches of each request. They lie next to each other in the lengths, one entry per branch
 
     @cached_property
     def kv_lens(self) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def admit(
     num_draft_tokens: int | None = None,
     topk: int = 1,
 ) -> Requests:
-    """Admit requests to a K/V pool, with slots for all tokens. The `topk` draft branches of a request have one row in it."""
+    """Admit requests to a K/V pool, with slots for all tokens. The `topk` draft branches of a request share its pool row."""
     lens = _kv_lens(prefix_lens, q_lens, draft_step)
     rows = [row for length in lens[::topk] for row in (pool.add_request(length),) * topk]
     return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)

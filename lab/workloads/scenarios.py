@@ -107,7 +107,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass that a name describes. `trace` None: the lab's own. Raise ValueError for a wrong name."""
+    """Return the forward pass of a name like "decode/llama-3.1-8b/64q1s4k". `trace` None: the trace that the lab contains."""
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
@@ -117,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass that a name describes, as `scenario` does, and also passes of latent attention (MLA)."""
+    """Return the forward pass of a name, as `scenario` does, or of a name with MLA such as "decode/deepseek-v3/64q1s4k"."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):

@@ -63,7 +63,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Take over the other call's workspace, and its tensors that equal this call's tensors of the same names."""
+        """Replace the workspace by that of `other`, and each tensor that equals the tensor of `other` with the same name."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call of `inputs` with the optional arguments and results in `forms`. Other sinks and masks are removed."""
+    """Return the call of `inputs` with the optional arguments and results in `forms`, and without any other sinks and masks."""
     fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
     without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
     inputs = replace(inputs, **without)

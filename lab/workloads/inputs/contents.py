@@ -59,8 +59,8 @@ class _Drawn:
 
 
 def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Draw a case's query [num_rows, num_qo_heads, head_dim] in its dtype, K and V of all requests, float32 [sum(kv_lens),
-    num_kv_heads, head_dim], and sinks, float32 [num_qo_heads] or None. The case's storage changes none of them.
+    """Draw (query, K, V, sinks) of a case, whatever its storage: query [num_rows, num_qo_heads, head_dim] in the case's dtype;
+    K and V of all requests, float32 [sum(kv_lens), num_kv_heads, head_dim]; sinks, float32 [num_qo_heads] or None.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -210,7 +210,7 @@ def draw_histories(
 
 
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Convert K or V to a cache's dtype. For an e4m3 cache they are divided by `scale` first."""
+    """Convert K or V to a cache's dtype. An e4m3 cache stores the values divided by `scale`."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
 
 

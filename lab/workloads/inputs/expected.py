@@ -77,8 +77,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return the expected results of a call as a `LateTruth`. With `seen` the arguments are those of `truth_of_heads` in
-    `lab.references.truth`, with `selected` those of `truth_of_selected`, otherwise those of `truth_of_requests`.
+    """Return expected results that are computed when they are first read (`LateTruth`). `seen`: the keys that each K/V head
+    sees (see `lab.references.truth.truth_of_heads`). `selected`: the keys that each row selects (`truth_of_selected`).
     """
     own = query.clone()  # the kernel gets the original
 

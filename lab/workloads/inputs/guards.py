@@ -33,7 +33,7 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (a copy of a tensor, `at_byte` bytes off alignment; the buffer around it, uint8, with a guard at each end)."""
+    """Return (copy of `tensor`, `at_byte` bytes off alignment; the uint8 buffer that has the copy between two guards)."""
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
     whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]
@@ -54,7 +54,6 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same shape and bits."""
     if tensor.element_size() != other.element_size():
         return False
     both = as_integers(tensor), as_integers(other)

@@ -59,7 +59,7 @@ class SeededRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the call's arguments without `out`. For each `number`, the tensors are different copies."""
+        """Return the call's arguments without `out`: for each `number` another copy of the tensors."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
