@@ -13,22 +13,20 @@ Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 @dataclass(frozen=True)
 class GpuFamily:
-    """A group of GPUs with the same properties."""
+    """The properties that the GPUs of one or more compute capabilities share, such as the size of their shared memory."""
 
     capabilities: tuple[Capability, ...]  #: (major, minor) of the family's GPUs, in ascending order
     #: largest shared memory of one program (CUDA C++ Programming Guide, technical specifications per compute capability)
     shared_memory_kib: int
-    #: an instruction converts e4m3, and Triton 3.7 compiles e4m3 (`supported_fp8_dtypes`)
-    has_e4m3: bool = False
+    has_e4m3: bool = False  #: an instruction converts e4m3, and Triton 3.7 compiles e4m3 (`supported_fp8_dtypes`)
     has_tensor_memory: bool = False  #: accumulators of matrix products are in a separate memory
     overlaps_launches: bool = False  #: a launch may begin while the previous one ends (programmatic dependent launch)
-    #: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls; None if it has no such kernels
-    trtllm_backend: str | None = None
+    trtllm_backend: str | None = None  #: FlashInfer 0.7.2's choice for "auto" in TRT-LLM calls; None: no kernels
     fa_backend: str = "fa2"  #: the newest of FlashInfer 0.7.2's own kernels for the family: "fa2" or "fa3"
 
     @property
     def has_large_shared_memory(self) -> bool:
-        """Return True if shared memory has the 227 KiB that the larger tiles of the portable kernels need."""
+        """Return True if a program can use 227 KiB of shared memory, as the larger tiles of `lab.kernels.portable` need."""
         return self.shared_memory_kib >= 227
 
 
@@ -106,7 +104,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family for which a Triton kernel is specialised: the GPU's own; SM80 for an older GPU; SM90 on a CPU."""
+    """Return the GPU family whose tiles and instructions Triton kernels use: the GPU's; SM80 if it is older; SM90 on a CPU."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

@@ -70,15 +70,15 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Check the backend of a call, and the arguments for which the lab supports only some values (`CHOICES` and `REFUSED`).
+    """Raise an error if the lab does not model the call's backend, or the value of an argument in `CHOICES` or `REFUSED`.
 
     Args:
         backends: the backends that the lab models.
-        others: further backends of FlashInfer.
+        others: backends that FlashInfer has and the lab does not model.
 
     Raises:
         NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
-        TypeError, ValueError: FlashInfer does not support it either.
+        TypeError, ValueError: FlashInfer does not support the backend or value.
     """
     for name, choices in CHOICES.items():
         value = getattr(call, name, choices[0])
@@ -99,7 +99,9 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError if an argument in `required` has none of its allowed values. `argument` ("cp_world=2") requires them."""
+    """Raise ValueError unless each argument in `required` has one of its allowed values. `argument`, such as "cp_world=2", is
+    the argument of the call that requires these values; the error message contains it.
+    """
     for name, (allowed, why) in required.items():
         value = getattr(call, name)
         if isinstance(value, torch.Tensor) or value not in allowed:

@@ -23,7 +23,7 @@ RESULTS = ("out", "lse")
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return `value`, a plain dense tensor with one of the dtypes (with any dtype if none are given). Raises TypeError."""
+    """Return `value` if it is a plain dense tensor with one of `dtypes` (empty: with any dtype). Else raise TypeError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     # FakeTensor, DTensor and other such subclasses have no values in their memory.
@@ -100,7 +100,7 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of `kv_cache` or `kv_cache_sf` as views [num_pages, num_kv_heads, page_size, last dimension]."""
+    """Return views of K and V in `kv_cache` or `kv_cache_sf`: [num_pages, num_kv_heads, page_size, last dimension]."""
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
     if isinstance(cache, torch.Tensor):
@@ -148,7 +148,7 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the NVFP4 scale factors of K and V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16], or (None, None)."""
+    """Return NVFP4 scale factors of K and V, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16]; None without NVFP4."""
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
             raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
@@ -180,8 +180,8 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table and return its number of requests. It is int32 [batch_size, columns], or [batch_size, 2, columns] if K
-    and V do not have `shared` page ids, or contiguous [num_kv_heads, batch_size, columns] if each K/V head has its own pages.
+    """Check a page table and return its number of requests. It must be int32: [batch_size, columns] if K and V share page ids
+    (`shared`), else [batch_size, 2, columns]; contiguous [num_kv_heads, batch_size, columns] for pages `by_kv_head`.
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -205,9 +205,7 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return the largest number of query rows that a request of a decode call may have. Raise ValueError if `max_q_len`,
-    `q_len_per_req` and `cum_seq_lens_q` contradict each other.
-    """
+    """Return the largest number of query rows that a request of a decode call may have. Check the arguments that define it."""
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
             raise ValueError(f"max_q_len={call.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req")
@@ -221,7 +219,7 @@ def check_max_q_len(call: Any) -> int:
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a scale: a float32 tensor of one element, or a finite number as a float."""
+    """Return `scale` if it is a float32 tensor of one element, or a finite number (as a float). Otherwise raise an error."""
     if isinstance(scale, torch.Tensor):
         if check_tensor(name, scale).dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -261,8 +259,8 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def common_fields(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Check the scales, sinks (argument `name`) and skip-softmax threshold. Return all fields of a problem that every call has
-    in the same form.
+    """Check the scales, the sinks (argument `name`) and the skip-softmax threshold of a call. Return those fields of the call's
+    attention problem that are computed in the same way for every call type, such as `sinks` and `bmm1_scale`.
     """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
@@ -302,7 +300,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DeepSeek-V4 problem."""
+    """Return a problem's `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype`, for an MLA or DeepSeek-V4 call."""
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
     out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)
@@ -370,7 +368,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def check_results_apart(call: Any) -> None:
-    """Raise ValueError if `out` or `lse` shares memory with another tensor, or lies in gaps between its elements."""
+    """Raise ValueError if `out` or `lse` overlaps another tensor of the call, see `overwritten`."""
     for result, name in overwritten(vars(call)):
         raise ValueError(
             f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
@@ -379,7 +377,7 @@ def check_results_apart(call: Any) -> None:
 
 
 def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ("out" or "lse", name of an argument with which it shares memory, or between whose elements it lies)."""
+    """Yield ("out" or "lse", name of an argument whose memory overlaps it). Gaps between elements count as memory."""
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [

@@ -32,7 +32,7 @@ class BlockScales:
 
 
 def has_block_scales(call: Any) -> bool:
-    """Return True if a ragged call has SageAttention's scales. Raise TypeError or ValueError for a tuple without four parts."""
+    """Return True if a ragged call has SageAttention's scales. Raise an error if an argument is not a tuple of four parts."""
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         value = getattr(call, name)
         if not isinstance(value, (tuple, list)):
@@ -47,7 +47,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Check and return SageAttention's scales of a ragged call, whose other arguments are valid. None: it has no scales."""
+    """Return a ragged call's SageAttention scales after checks; None: there are none. The rest of the call must be valid."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs
@@ -83,8 +83,8 @@ def _checked(name: str, scales: object, shape: tuple[int, int], words: str) -> t
 
 
 def scaled_blocks(stored: torch.Tensor, scales: torch.Tensor, block: int, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the products of `stored`, [num_tokens, heads, head_dim], with the scales of its blocks, float64. `offsets`, int32
-    [batch_size + 1], has the first token of each request.
+    """Return `stored`, [num_tokens, heads, head_dim], as float64, with every vector multiplied by the scale of its block of
+    `block` tokens. `scales` is [heads, num_blocks]. `offsets`, int32 [batch_size + 1], has the first token of each request.
     """
     token = torch.arange(len(stored), dtype=offsets.dtype, device=stored.device)
     request = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)  # of padding: the last

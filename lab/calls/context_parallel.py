@@ -43,9 +43,8 @@ WITH_RANK_MLA: Reasons = {
 def problem_of_rank(
     call: Any, problem: PagedAttention, argument: str, required: Reasons, uncounted_rows: int = 0
 ) -> PagedAttention:
-    """Return the problem of one rank's call: a copy of `problem` whose `num_visible` is the number of the rank's keys that each
-    row sees. This number is at most the request's `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2,
-    monolithic/mla_decode_fp16.py 2979).
+    """Return a copy of `problem` for the call of one rank. Its field `num_visible` is the number of the rank's keys that each
+    row sees, at most the request's `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
         argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if the call lacks it.

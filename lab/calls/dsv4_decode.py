@@ -22,16 +22,16 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TwoPools(PagedAttention):
     """The attention problem of a DeepSeek-V4 call, whose entries are in two pools. The first `WINDOW_COLUMNS` columns of
-    `selected` are entries of the pool of recent tokens; a row at position p uses only the first p + 1 of them.
+    `selected` are entries of the pool of recent tokens. Of these columns, a row at position p uses only the first p + 1.
     """
 
-    #: the first `WINDOW_COLUMNS` columns are places in `window_cache`, later columns places in `k_cache`
+    #: the first `WINDOW_COLUMNS` columns are indices of entries in `window_cache`, later columns indices in `k_cache`
     selected: torch.Tensor
-    #: view [num_pages, 1, page_size, head_dim] of keys that are values too
+    #: the pool of recent tokens, a view [num_pages, 1, page_size, head_dim]; each entry is a key and its value
     window_cache: torch.Tensor
 
     def of_one_pool(self) -> PagedAttention:
-        """Return an equal problem over one pool, into which the entries of both pools are copied."""
+        """Return a problem with the same result, in which the entries of both pools are copied into one pool."""
         pools = [cache[:, 0].flatten(0, 1) for cache in (self.window_cache, self.k_cache)]
         pool = torch.cat(pools)[:, None, None]
         is_entry = self.columns_in_use() & (self.selected >= 0)
@@ -62,7 +62,7 @@ class DSV4DecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_sparse_mla_dsv4`: same names, order and defaults.
 
     Every query head reads the same cache entries, and an entry is both key and value. A row sees exactly the entries that its
-    cells of `sparse_indices` name (`lab.calls.selection` defines which cells are entries). SGLang 0.5.23 decodes and prefills
+    row of `sparse_indices` lists (`lab.calls.selection` has the exact rule). SGLang 0.5.23 decodes and prefills
     with this call (`deepseek_v4_trtllm_backend.py` 357 and 501). The last dimension of tensors is contiguous, and `sinks`,
     lengths, offsets and `out` are contiguous. `DecodeCall` documents the attributes that are not listed here. Line numbers
     below refer to mla/_core.py of FlashInfer 0.7.2.post1.
@@ -73,27 +73,27 @@ class DSV4DecodeCall:
             take more.
         swa_kv_cache: the pool of recent tokens, [num_pages, 1, page_size, head_dim] or the same without the dimension of the
             only head; with kv_layout "NHD" [num_pages, page_size, 1, head_dim]. The query's dtype (1153).
-        sparse_indices: int32 [num_rows, num_columns]: the places of each row's entries. The first 128 columns are places
-            page * page_size + offset in `swa_kv_cache`, later columns places in `compressed_kv_cache`; -1 is no entry (2020).
-            num_columns is at least 128 and a multiple of 4 (1122). Only other backends take None for this tensor and for the
-            next three.
+        sparse_indices: int32 [num_rows, num_columns]: the entries that each row sees, as indices page * page_size + offset in
+            the page. The first 128 columns are indices in `swa_kv_cache`, later columns in `compressed_kv_cache`; -1 is no
+            entry (2020). num_columns is at least 128 and a multiple of 4 (1122). This argument and the next three may be None
+            only with backends that the lab does not model.
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
             the same tensor.
-        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns; the first 128
-            columns all count, used or not (1203). Later columns may contain any values.
-        seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). Of the first
-            128 columns a row at position p uses only the first p + 1 (2017). `seq_lens` bounds nothing else.
+        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns. The first 128
+            columns are always counted, also where they are -1 (1203). Columns after this number may contain any values.
+        seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). It determines only
+            the positions of rows: of the first 128 columns a row at position p uses the first p + 1 (2017).
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
             query. FlashInfer writes bf16 alone (1219).
         kv_layout: "HND" or "NHD", of both pools.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
         max_q_len: int, upper bound of the rows of a request, required with `cum_seq_lens_q`. Without `cum_seq_lens_q`
             it must be None or q_len_per_request.
-        sparse_indices_are_storage_offsets: None or False: `sparse_indices` are places as above. If the tokens of a pool
-            are not contiguous, it must be False (2751).
+        sparse_indices_are_storage_offsets: None or False: `sparse_indices` are indices as above. If the tokens of a pool
+            are not contiguous, this argument must be False (2751).
 
-    There is no LSE. `backend` is "auto" or "trtllm-gen". The lab requires one row of `sparse_indices` for each query row;
-    FlashInfer does not write the output of query rows without one (2697).
+    The call returns no LSE. `backend` is "auto" or "trtllm-gen". The lab requires one row of `sparse_indices` for each query
+    row, because FlashInfer does not write the output of a query row without one (2697).
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DSV4_DECODE

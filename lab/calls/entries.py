@@ -15,8 +15,8 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return a bool mask of the page table's cells whose pages the call reads. In sparse attention, return a bool mask of the
-    cells of `problem.selected` whose cache entries the call reads.
+    """Return a bool mask [batch_size, columns] of the cells of the page table whose pages the call reads. If the rows select
+    entries (`problem.selected`), return a mask of the cells of `problem.selected` whose entries the call reads.
     """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
@@ -25,7 +25,7 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def entries_first(cells: Tensor) -> Tensor:
-    """Sort the cells of each row, [num_rows, num_columns]: first entries, in their old order, then negative cells."""
+    """Move the negative cells of each row of `cells`, [num_rows, num_columns], behind its other cells. Keep their order."""
     return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
@@ -36,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return the unit of the offsets `cu_seqlens_kv`: `page_size` if they count pages; 1 if they count keys or are None."""
+    """Return how many keys 1 in `cu_seqlens_kv` stands for: `page_size` if it counts pages; 1 if it counts keys or is None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1
@@ -44,8 +44,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places (pool indices) of keys, in K's pool and in V's pool. `requests` and `keys` are the request of each key
-    and its index in this request. All tensors are int64 of the same shape.
+    """Return the indices of keys in K's pool and in V's pool: page * page_size + offset in the page, or the token of contiguous
+    K/V. Result i is for key `keys[i]` of request `requests[i]`. All tensors are int64 of the same shape.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -65,7 +65,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return for each request the places (pool indices) of its keys, in K's pool and in V's pool, int64 [num_keys] each."""
+    """Return (indices in K's pool, indices in V's pool) of each request's keys, int64 [num_keys] each (see `places_of`)."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -75,8 +75,8 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return for each request (places, indices) of the entries that its rows select. `places`, int64 [num_keys], are the sorted
-    distinct pool indices. `indices`, int64 [q_len, num_columns], are each row's entries as positions in `places`, -1 for none.
+    """Return (places, indices) per request, for rows that select entries. `places`, int64 [num_keys]: the pool indices that the
+    request's rows select, sorted. `indices`, int64 [q_len, num_columns]: where each cell's entry is in `places`, or -1.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

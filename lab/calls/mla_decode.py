@@ -18,8 +18,8 @@ WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if the LSE of a call with these arguments is in base e. Base e is the default of the backend CuTe DSL alone
-    (FlashInfer 0.7.2, mla/_core.py 3994).
+    """Return True if a call with these arguments returns its LSE in base e: if `return_lse_base` is "basee", or if it is None
+    and the backend is "cute-dsl" (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"
@@ -43,8 +43,8 @@ class MLADecodeCall:
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
         block_tables: int32 [batch_size, max_num_pages_per_seq]. With `sparse_mla_top_k` the entries that each query row sees,
-            int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q` [num_rows, sparse_mla_top_k]:
-            places page * page_size + offset in the page. -1 in any column is no entry.
+            int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q` [num_rows, sparse_mla_top_k].
+            An entry is the index page * page_size + offset in the page; -1 in any column is no entry.
         sparse_mla_top_k: number of columns with entries in `block_tables`; 0: `block_tables` has pages, and rows are causal. A
             row at position p uses its first p + 1 columns (`lab.calls.selection` has the rule and its sources). The order of
             entries changes no result, an entry in two columns counts twice, and a row without entries sees no key.
@@ -57,8 +57,8 @@ class MLADecodeCall:
         max_q_len: int, upper bound of the rows of a request, with `cum_seq_lens_q`. None: the host reads the offsets,
             which synchronises.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
-            [batch_size, q_len_per_request, num_qo_heads]. It requires `return_lse`: without it FlashInfer's trtllm-gen does not
-            write the LSE.
+            [batch_size, q_len_per_request, num_qo_heads]. `lse` requires `return_lse`, without which FlashInfer's trtllm-gen
+            does not write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink
             included. None is "basee" with backend "cute-dsl", else "base2". Backend "auto" with `cum_seq_lens_q` or
@@ -119,7 +119,7 @@ class MLADecodeCall:
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and return the attention problem, whose LSE is in base 2 (see `DecodeCall.problem`)."""
+        """Return the attention problem after the checks of `DecodeCall.problem`. Its LSE is in base 2 in every call."""
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         if not self.uses_shared_paged_kv_idx:
@@ -166,7 +166,7 @@ class MLADecodeCall:
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the results of the problem, with the LSE in `return_lse_base`, in the caller's shapes."""
+        """Return what the call returns: `out` in the caller's shape, or with `return_lse` (out, LSE)."""
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 

@@ -21,11 +21,11 @@ class DecodeCall:
     log2(e) * sink, or -inf without a sink.
 
     A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees
-    only the keys of its pages. If it has L of them, row i of q rows is at position L - q + i among them, and sees those
-    up to this position (FlashInfer 0.7.2, trace/templates/attention.py 3760). This position is the row's own token if
-    the head selects the pages of all q rows. FlashInfer does not document rows that see no key, `cum_seq_lens_q`, sinks
-    and the LSE of such calls. The lab's choice is that they mean the same as in other calls. SGLang 0.5.23 sends one
-    row per request and at least one key, because FlashInfer does not write the output of a row without keys
+    only the keys of its pages. If these are L keys, row i of q rows is at position L - q + i among them, and sees the keys
+    up to this position (FlashInfer 0.7.2, trace/templates/attention.py 3760). The position is that of the row's own token if
+    the head selects the pages of all q rows. FlashInfer does not document block-sparse calls with rows that see no key, with
+    `cum_seq_lens_q`, with sinks or with an LSE. In the lab all of these mean the same as in other calls. SGLang 0.5.23 sends
+    one row per request and at least one key, because FlashInfer does not write the output of a row without keys
     (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
 
     The following may contain any values, including NaN, and must not affect a result: the rest of a request's last page, pages

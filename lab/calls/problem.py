@@ -29,11 +29,10 @@ AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The scales of Q·K^T and of P·V, and the sinks: the base class of problems and of the references' `Rules`."""
+    """The scales of Q·K^T and of P·V, and the sinks: fields that attention problems and the references' `Rules` inherit."""
 
-    #: factors of Q·K^T and of P·V
-    bmm1_scale: Scale = 1.0
-    bmm2_scale: Scale = 1.0
+    bmm1_scale: Scale = 1.0  #: factor of Q·K^T
+    bmm2_scale: Scale = 1.0  #: factor of P·V
     #: float32 [num_qo_heads], one logit per head, whose exponential is added to the softmax's denominator; or None
     sinks: torch.Tensor | None = None
 
@@ -92,7 +91,7 @@ class AttentionProblem(Softmax):
 
     @property
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensors that contain K and V: [num_pages or num_tokens, num_kv_heads, ..., elements]."""
+        """Return K and V, each [num_pages, num_kv_heads, page_size, elements] or [num_tokens, num_kv_heads, elements]."""
         raise NotImplementedError
 
     @property
@@ -137,17 +136,17 @@ class AttentionProblem(Softmax):
     def check_values(self) -> None:
         """Check lengths, offsets and page ids, which are contents of tensors.
 
-        A call makes these checks itself on CPU tensors. On a GPU they synchronise, so only an explicit
-        `DecodeCall(...).problem().check_values()` makes them.
+        The method `problem` of a call makes these checks if the tensors are on a CPU. On a GPU the checks would synchronise, so
+        the caller makes them: `DecodeCall(...).problem().check_values()`.
 
         Raises:
-            ValueError: a length is negative or exceeds `max_kv_len` or the table; offsets do not start at 0, decrease or exceed
-                the number of rows or keys; or a page id is outside the pool.
+            ValueError: a length is negative or exceeds `max_kv_len` or the page table; offsets do not start at 0, decrease or
+                exceed the number of rows or keys; or a page id is outside the pool.
         """
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output and the LSE to write to: the caller's tensors, or new uninitialised ones; None for no LSE."""
+        """Return (out, LSE) to write to: the caller's tensors, or new uninitialised ones. LSE: None if the call wants none."""
         out, lse = self.out, self.lse
         if out is None:
             shape = (*self.query.shape[:2], self.v_head_dim)
@@ -176,11 +175,10 @@ class PagedAttention(AttentionProblem):
     #: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only
     k_scale_factors: torch.Tensor | None = None
     v_scale_factors: torch.Tensor | None = None
-    #: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens
-    v_scale_factors_interleaved: bool = False
+    v_scale_factors_interleaved: bool = False  #: True: in TRT-LLM's order, interleaved over 4 tokens
     mask: torch.Tensor | None = None  #: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None
-    #: int32 [num_rows, num_columns] or None: the only entries that each row sees, as places page * page_size + offset in the
-    #: page. `lab.calls.selection` defines which cells are entries. With it `causal` and `window_left` have no effect.
+    #: int32 [num_rows, num_columns] or None: the only entries that each row sees, as indices page * page_size + offset in the
+    #: page. `lab.calls.selection` defines which cells are entries. With `selected`, `causal` and `window_left` have no effect.
     selected: torch.Tensor | None = None
     #: int32 [num_rows] or None: each row uses this number of first columns of `selected`
     selected_lens: torch.Tensor | None = None
@@ -201,7 +199,7 @@ class PagedAttention(AttentionProblem):
         return self.k_block_tables.dim() == 3
 
     def of_kv_heads(self) -> "list[PagedAttention]":
-        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. Their
+        """Return one problem per K/V head of a block-sparse problem, with the head's pages, lengths and query heads. All
         tensors, also `out` and `lse`, are views of this problem's tensors. A problem that is not block-sparse returns [self].
         """
         if not self.is_block_sparse:
@@ -220,7 +218,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return this problem with each query row as a request, whose keys are the row's first `num_visible` keys."""
+        """Return a problem with one request per query row. Its keys are the first `num_visible` keys of the row's request."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -238,12 +236,12 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A negative cell is no entry."""
+        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A cell in use may be negative."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
     def of_one_pool(self) -> "PagedAttention":
-        """Return an equal problem whose entries all lie in one pool. Only a DeepSeek-V4 problem has a second pool."""
+        """Return a problem with the same result, whose entries lie in one pool: `self`, except in a DeepSeek-V4 call."""
         return self
 
     def check_values(self) -> None:
@@ -291,7 +289,7 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Check the values of the lengths and of the offsets of rows and keys. `bound` names `max_kv_len` in error messages."""
+    """Raise ValueError for wrong offsets or `lengths` (keys of each request). Error messages name `max_kv_len` by `bound`."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
@@ -321,12 +319,12 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
 
 
 def mask_words(q_len: int) -> int:
-    """Return the even number of uint16 words per row of XQA's mask of `q_len` draft tokens (FlashInfer's `xqa`)."""
+    """Return the number of uint16 words in a row of XQA's draft mask: two for each group of up to 32 draft tokens."""
     return 2 * -(-q_len // 32)
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask, int32 words [batch, q_len, words], to bool [batch, q_len, q_len]: which tokens each row sees."""
+    """Unpack a draft mask, int32 [batch, q_len, words], to bool [batch, row, token]: True if the row sees the token."""
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 

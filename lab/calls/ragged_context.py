@@ -33,7 +33,7 @@ class RaggedAttention(AttentionProblem):
         return self.key, self.value
 
     def dequantized(self) -> "RaggedAttention":
-        """Return the equal problem without `block_scales`: query, key and value are float64, multiplied by their scales."""
+        """Return a problem with the same result and no `block_scales`: query, key and value are float64 and scaled."""
         scales = self.block_scales
         if scales is None:
             return self
@@ -75,7 +75,7 @@ class RaggedContextCall:
             in `ContextCall`. Rows of a request without keys may contain any values.
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head h // (num_qo_heads /
             num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may contain any values.
-        value: [num_tokens, num_kv_heads, v_head_dim], with the key's dtype and padding.
+        value: [num_tokens, num_kv_heads, v_head_dim], the query's dtype. Tokens after the last offset may contain any values.
         max_q_len, max_kv_len: ints, upper bounds of the rows and keys of one request; 0 for an empty batch.
         seq_lens: int32 or uint32 [batch_size], number of keys of each request in this call.
         o_sf_scale: a number. It scales 4-bit outputs, which this call does not have, so it changes no result.
@@ -91,10 +91,10 @@ class RaggedContextCall:
             softmax's denominator, the sink included (FlashInfer's lse.cuh).
         q_seq_lens_cpu, kv_seq_lens_cpu: number of rows and of keys of each request on the host, int32 or int64, both or
             neither. With them there must be no row or key after the last offset.
-        sage_attn_sfs: (q_sf, k_sf, None, v_sf), float32 scales of SageAttention; all None without. With them, query and key are
-            int8 or e4m3 and value is e4m3, and each is multiplied by its scales first: a row of a query head and a key of a K/V
-            head by the scale of its block (`lab.calls.block_scales`), and a value by v_sf [num_kv_heads, v_head_dim].
-        num_elts_per_sage_attn_blk: (rows of a block, keys of a block, 0, 1), both 1, 4 or 16; all 0 without scales.
+        sage_attn_sfs: (q_sf, k_sf, None, v_sf), float32 scales of SageAttention; four times None without scales. With scales,
+            query and key are int8 or e4m3, and value is e4m3. Each is multiplied by its scales first: a row of a query head and
+            a key of a K/V head by the scale of its block (`lab.calls.block_scales`), value by v_sf [num_kv_heads, v_head_dim].
+        num_elts_per_sage_attn_blk: (rows of a block, keys of a block, 0, 1), rows and keys 1, 4 or 16; all 0 without scales.
         skip_all_rows_active_check: True promises FlashInfer that no request is empty. The lab does not rely on it.
     """
 

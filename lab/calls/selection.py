@@ -24,7 +24,7 @@ WINDOW_COLUMNS = 128  # of DSV4's call: entries of its window pool (FlashInfer 0
 
 
 class Names(NamedTuple):
-    """The names of a sparse call's arguments in error messages, and the smallest number of columns that a row may use."""
+    """The names of a sparse call's arguments in error messages, and the smallest number of columns that its rows may use."""
 
     table: str = "block_tables"  #: the tensor of selected entries
     lens: str = "sparse_mla_top_k_lens"  #: the tensor of the number of columns that each row uses
@@ -42,9 +42,9 @@ def columns_in_use(
 
     Args:
         selected: int32 [num_rows, num_columns], indices of entries in the pool.
-        lens: int32 [num_rows], number of first columns that each row uses; None: its position in its request + 1.
+        lens: int32 [num_rows], number of first columns that each row uses; None: a row at position p uses p + 1 columns.
         row_offsets: first row of each request, followed by the end of the last one.
-        num_window: number of window columns at the start of `selected`. A row at position p uses at most p + 1 of them, also
+        num_window: number of window columns at the start of `selected`. Of these, a row at position p uses at most p + 1, also
             with `lens`.
     """
     device, end = selected.device, row_offsets[-1]
@@ -60,8 +60,8 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Raise ValueError for a length in `lens` (None: there are none) below `names.least` or above the number of columns, or for
-    an entry outside the pool. `cells`, bool [num_rows, num_columns], says which cells of `selected` are entries.
+    """Raise ValueError if an element of `lens` (if given) is below `names.least` or above the number of columns, or an entry is
+    outside the pool of `num_entries` entries. `cells`, bool [num_rows, num_columns]: which cells of `selected` are entries.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():
