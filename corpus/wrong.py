@@ -74,7 +74,7 @@ KERNELS: dict[str, WrongKernel] = {}  # by name, of the modules that are importe
 
 @dataclass(frozen=True)
 class Mark:
-    """The arguments of `wrong`. Calling a Mark with a class, a method or the text of a defect marks it."""
+    """The arguments of `wrong`. A Mark is called with a class, a method or the text of a defect, which it marks."""
 
     interface: tuple[str, ...]
     trigger: str

@@ -3,12 +3,12 @@
     lab experiments clocks --out clocks.json
     lab experiments clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
 
-CUPTI and the graph clock time the same replays, warm and rotated, so they must agree. The exit status is 1 if they differ by
-more than 3 % for work of at least 20 µs per launch. Shorter rows are shown and marked, because the 0.1 to 0.7 µs that CUPTI
-adds to each traced launch on an H200 exceed 3 %. Work that cannot be timed is listed, and the exit status is then 125.
+CUPTI and the graph clock (CUDA events around a replay) time the same replays, with warm and cold L2, so they must agree. The
+exit status is 1 if they differ by more than 3 % for work of at least 20 µs per launch. Shorter work is only marked, because the
+0.1 to 0.7 µs that CUPTI adds to each traced launch on an H200 exceed 3 %. The exit status is 125 if work cannot be timed.
 
-The rows of events show the time that events add to an eager call. Flush and rotation differ, because the flush also evicts a
-kernel's instructions.
+The rows of the events clock show the time that CUDA events add to an eager call. L2 is made cold by other buffers for each call
+(rotation) or by a flush. The times differ, because the flush also evicts a kernel's instructions.
 """
 
 from collections.abc import Mapping, Sequence

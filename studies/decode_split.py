@@ -4,14 +4,14 @@
     lab experiments decode-split lab.kernels.portable lab.kernels.peers.flashinfer_paged --splits 2,4 --out decode_split.json
     lab experiments decode-split --only decode/qwen3-32b/trace64/tp2 --trace conversation_trace.jsonl --out decode_split.json
 
-SGLang 0.5.23 divides decode calls into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` calls over requests sorted by length
-(`lab.metadata.mha.decode_split`). One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16.
-The batches are 64 running requests of a trace, one request of 81,920 keys with 63 requests of 512, and 64 requests of 4,096
-keys, where a division saves nothing and only its cost shows. Each batch is a decode, and a verification of 4 tokens.
+SGLang 0.5.23 divides a decode call into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` calls over requests sorted by length
+(`lab.metadata.mha.decode_split`). The study times one layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two),
+pages of 64, bf16. The batches are 64 running requests of a trace; one request of 81,920 keys with 63 of 512; and 64 requests of
+4,096 keys, where a division only costs time. Each batch is a decode, and a verification of 4 tokens.
 
-At every point the variants of one kernel, one per number of calls, are interleaved; L2 is cold by rotation. The time includes
-the sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does not include a
-kernel's planning on the host. The file has the fastest number of calls of each point.
+At every point the variants of one kernel, one per number of calls, are interleaved. L2 is cold: each call has its own buffers.
+The time includes the sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does
+not include a kernel's planning on the host. The recorded file names the fastest number of calls of each point.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""How much time does a CUDA graph of a draft model's pass save, and how much do the trimmed outputs of its draft extend
-(25002)?
+"""How much time does a CUDA graph of a draft model's pass save, and how much do fewer outputs of its draft extend save
+(SGLang's PR 25002)?
 
     lab experiments draft-extend-graph --out draft_extend_graph.json
     lab experiments draft-extend-graph --batch-sizes 1,64 --num-draft-tokens 4 --out draft_extend_graph.json
@@ -8,14 +8,14 @@ The model is a stand-in: one attention layer between a QKV projection and an LM 
 by torch's indexing, in about ten launches where an engine has one.
 
 Modes. Each mode that has a graph (decode, verify, draft extend v1 on the context call, V2 on the decode call) runs eagerly and
-in a graph. The GPU time is that of the kernels, both replayed in a graph: it does not show what a graph saves. The
-host time shows it, and so does the time from the call to an idle GPU, wherever the launches of an eager pass take longer than
-its kernels. The copy of a batch into the graph's inputs is timed separately; the host times of a replay include it.
+in a graph. The GPU time is the kernels' time. It is measured in a replay for both, so it does not show what a graph saves. The
+host time shows the saving. So does the time from the call to an idle GPU, if the launches of an eager pass take longer than its
+kernels. The copy of a batch into the graph's inputs is timed separately; the host times of a replay include this copy.
 
-Outputs. The draft extend V2 with logits of all rows, with logits and top-k of all rows, and with logits of the selected row.
+Outputs. The draft extend V2 computes logits of all rows, or logits and top-k of all rows, or logits of one row per request.
 
-All variants of a point are interleaved in one process. L2 is warm: the LM head, a gigabyte, is far larger. The floor counts the
-weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, and no intermediate.
+All variants of a point are interleaved in one process. L2 is warm: the LM head, a gigabyte, is far larger than L2. The floor
+counts each byte once: the weights, the visible keys and values and the new ones, the inputs, and the outputs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,10 +1,10 @@
-"""Draft extend V2 on the decode call against the context call: where does SGLang's change 24566 pay, and where would it not?
+"""At which sizes is a draft extend V2 faster on the decode call than on the context call (SGLang's PR 24566)?
 
     lab experiments draft-extend-kernels --out draft_extend_kernels.json
     lab experiments draft-extend-kernels --q-lens 4 --requests 1 --keys 4096,81920 --out draft_extend_kernels.json
 
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16. At every point the decode call,
-the context call and the portable kernel's decode call are interleaved; cold by rotation.
+the context call and the portable kernel's decode call are interleaved. L2 is cold: each call has its own buffers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -94,7 +94,7 @@ class DraftCase:
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A speculative iteration, and the metadata that is made for it. With `eager` it is written to new buffers."""
+    """A speculative iteration, and the metadata that is made for it. With `eager` the metadata is written to new buffers."""
 
     kind: str
     choices: tuple[str, ...]

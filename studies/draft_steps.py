@@ -3,11 +3,11 @@ all steps save?
 
     lab experiments draft-steps --out results/nvidia-h200/draft_steps.json --trace conversation.jsonl
 
-At every point of a grid of requests, tokens and draft steps, and at snapshots of a trace, GPU times of: the lists by SGLang's
-serial schedule and by the spread one; every step's metadata with the lists (common_template), without them (per_step) and in
-one launch, for MHA and MLA, into buffers that stay as inside a CUDA graph, and for MHA eagerly. All variants of a point
-are interleaved in one process. Host times of the same calls are taken at fewer points: they depend on the steps, hardly on the
-lengths.
+The study measures GPU times at every point of a grid of requests, tokens and draft steps, and for running requests of a trace.
+It times the lists by SGLang's serial schedule and by a spread one, and every step's metadata with the lists (common_template),
+without them (per_step) and in one launch. The metadata is made for MHA and MLA in buffers that stay, as inside a CUDA graph,
+and for MHA also eagerly. All variants of a point are interleaved in one process. Host times of the same calls are taken at
+fewer points: they depend on the steps, hardly on the lengths.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Which keys can the query of a draft step see, with the lengths that the multi-step backends hand their kernel?
+"""Which keys can the query of a draft step see, with the lengths that SGLang's backends pass to their kernel?
 
     lab experiments draft-visibility        # on a GPU or a CPU
 
-A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend passes step s the length
-seq_lens + s + 1: its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA backend
-passes seq_lens in every step. The study runs the metadata of each step through the reference kernel on coded inputs: all logits
-are equal and the value at position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a
-length lets a query see does not depend on the number of heads or dimensions: one K/V head stands for MLA's latent.
+A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend passes the length seq_lens + s + 1 to
+step s: its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA backend passes seq_lens
+in every step. The study runs the metadata of each step through the reference kernel. All logits are equal, and the value at
+position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a length lets a query see
+does not depend on the number of heads or dimensions: one K/V head stands for MLA's latent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
 
 @dataclass(frozen=True)
 class Sight:
-    """The positions that a draft step's query saw, and the cached ones that it did not see. The last one is its own."""
+    """The positions that a draft step's query saw, and the cached positions that it did not see. `own_position` is its own."""
 
     attention: str
     step: int

@@ -1,4 +1,4 @@
-"""The portable kernels that read K/V once, against FlashInfer's XQA and fmha_v2 and against the floor.
+"""How fast are the portable kernels, which read K/V once, compared with FlashInfer's XQA and fmha_v2 and with the floor?
 
     lab experiments kv-read-once --out kv_read_once.json
     lab experiments kv-read-once --only 64x4096,trace --out kv_read_once.json
@@ -17,9 +17,9 @@ groups, which `--only` takes one by one:
     host         host time of eager calls, all of their work done in each; no GPU time
     host_prepared   the same, of prepared calls
 
-At every point the variants are interleaved; cold by rotation. Each runs before it is captured, so that no time includes a
-compilation. fmha_v2's time includes the small launch that writes its page table. A variant that declines a point, or whose
-module FlashInfer cannot load or build, is listed with the reason.
+At every point the variants are interleaved. L2 is cold: each call has its own buffers. Each variant runs before it is captured,
+so that no time includes a compilation. fmha_v2's time includes the small launch that writes its page table. A variant that
+declines a point, or whose module FlashInfer cannot load or build, is listed with the reason.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

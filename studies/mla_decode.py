@@ -1,11 +1,11 @@
-"""The portable MLA decode against FlashInfer's BatchMLAPagedAttentionWrapper, and both against the floor.
+"""How fast is the portable MLA decode, compared with FlashInfer's BatchMLAPagedAttentionWrapper and with the floor?
 
     lab experiments mla-decode --out mla_decode.json
     lab experiments mla-decode --q-lens 1,4 --kv-dtype e4m3 --out mla_decode.json
 
 One layer of DeepSeek-V3 after absorption (entries of 512 + 64, pages of 64, bf16 queries), all its 128 heads or the 16 of one
-rank of eight. At every point the variants are interleaved; cold by rotation. One query row per request is a decode, more are a
-verification. The wrapper is FA3 on SM90 and FA2 elsewhere. It plans on the host from the lengths, before it is timed.
+rank of eight. At every point the variants are interleaved; L2 is cold. A pass with one query row per request is a decode, with
+more rows a verification. The wrapper is FA3 on SM90 and FA2 elsewhere. It plans on the host before it is timed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How much time does planning verify during the draft save (SGLang's PR 25925), and how much does a tree's fix-up cost?
+"""How much time does it save to plan verify during the draft (SGLang's PR 25925), and what does a tree's fix-up cost?
 
     lab experiments plan-stream --out plan_stream.json
     lab experiments plan-stream --draft-us 100,400,1600 --verify-us 2000 --batch-size 1 --out plan_stream.json

@@ -1,18 +1,18 @@
-"""Does an engine that nobody here wrote choose the same tokens when its attention goes through FlashInfer's calls?
+"""Does an engine that is not part of the lab choose the same tokens if FlashInfer's calls compute its attention?
 
     lab experiments real-client --out real_client.json        # on a GPU, or in minutes on a CPU
     lab experiments real-client --wrong corpus:shared_page_of_one_request --recordings calls --out real_client.json
 
 transformers' continuous batching serves requests of mixed lengths, some of which share a prefix (`studies.real_engine`). Its
-own eager attention chooses the tokens to compare with. The control is the engine's second attention function, sdpa: if that one
-chooses other tokens too, rounding decides between them.
+own eager attention chooses the tokens to compare with. The control is the engine's second attention function, sdpa: if sdpa
+also chooses other tokens, rounding decides between the tokens.
 
 For each request with other tokens, the first other token is recorded with the gap of the two tokens' logits in a float32 model,
 and with the distance of neighbouring numbers of the engine's dtype at these logits. A gap of a few such distances is a tie. A
 negative gap says that the float32 model prefers the other token.
 
-Then the first implementation, and a kernel that is known to be wrong, serve the requests under the recorder in shadow: one
-of each n calls is judged at once, and a wrong call is kept.
+Then the first implementation, and a kernel that is known to be wrong, serve the requests while the recorder judges calls in
+shadow: it judges one of n calls at once, and stores a wrong call.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ NEVER = 10**9  # calls from one that the recorder would keep to the next
 
 @dataclass(frozen=True)
 class Attention:
-    """The name of an attention function or implementation. One of each `shadow` calls is judged; 0: none."""
+    """The name of an attention function or implementation. One of `shadow` calls is judged; if `shadow` is 0, none."""
 
     name: str
     shadow: int = 0

@@ -1,9 +1,9 @@
 """The base class of studies: a question, the measured points that answer it, and the tables of the answer.
 
-A study is a module whose docstring begins with the question, and in it a frozen dataclass derived from `Study`. The fields of
-the dataclass are the study's settings, and the options of its command. Each of its points is measured by several variants,
-which are interleaved in one process, each on its own copies of the same pool, query and output. The output of each pass is
-judged by the requests' histories before and after it is timed, and a wrong variant has no time.
+A study is a module with a frozen dataclass derived from `Study`. The module's docstring begins with the question. The fields of
+the dataclass are the study's settings, and the options of its command. Several variants measure each of its points. They are
+interleaved in one process, each on its own copies of the same pool, query and output. The output of each pass is judged by the
+requests' histories before and after it is timed, and a wrong variant has no time.
 """
 
 import json
@@ -64,7 +64,7 @@ def trace_name(path: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Points that are measured one after another. `rows_at` measures one, and returns rows by the name of their list."""
+    """Points that are measured one after another. `rows_at` measures one point, and returns lists of rows by their names."""
 
     points: Collection[Any]
     rows_at: Callable[[Any], Mapping[str, Sequence[StudyRow]]]
@@ -72,7 +72,7 @@ class Part:
 
 
 class Study(ABC):
-    """One question. A subclass is a frozen dataclass, whose fields are annotated with command-line options. `lists` are the
+    """One question. Subclasses are frozen dataclasses whose fields are annotated with command-line options. `lists` are the
     names of the recorded lists of rows. `settings` is the dataclass that has the options, if not the study itself.
     """
 

@@ -52,7 +52,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Point:
-    """Variants that are measured together. The speed of each is compared with that of the variant `baseline`; "": with none."""
+    """Variants that are measured together. The speed of each is compared with the variant `baseline`, or if "" with none."""
 
     name: str
     variants: tuple[Variant, ...]

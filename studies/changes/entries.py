@@ -13,7 +13,7 @@ from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 
 @dataclass(frozen=True)
 class Entry:
-    """A change, and the answer about it; None if its study is not recorded. `failure` says how the measurement failed."""
+    """A change, and the answer about it: None if the study is not recorded. `failure` says how the measurement failed."""
 
     change: Change
     answer: Answer | None
