@@ -38,8 +38,8 @@ def assert_close_to_reference(
     The output vector of each row and head is compared with float64 attention on the same inputs. Its relative L2 error may be
     at most `lab.references.errors.CONTROL_FACTOR` times the error that plain low-precision torch operations (`eager_attention`)
     make on the same request, or the error of two roundings if that is more. This is the bound of `lab.checks.judge`. If all
-    vectors are within it, the slopes of their regression on the float64 vectors (`lab.references.errors.regress`) must be 1 up
-    to rounding. Rows after the last request's rows are padding and may hold anything.
+    vectors are within this bound, no group of vectors, such as those of one head, may be too large or too small by more than
+    rounding explains (`lab.references.errors.regress`). Rows after the last request's rows are padding and may hold anything.
 
     Args:
         out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.

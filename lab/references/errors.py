@@ -75,7 +75,7 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of output vectors (slope: factor by which a vector is too large). The groups are all
+    """The mean slope of each group of output vectors. The slope of a vector is the factor by which it is too large. Groups: all
     vectors, those of one head, of one request, of the i-th row of every request, and of the i-th row from every request's end.
     """
 
@@ -143,12 +143,12 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over all vectors and all slopes; 0 for an empty output."""
+        """Return the largest error divided by its bound, of all vectors and groups (`Regression`); 0 for an empty output."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of `count` vectors: first those in `faulty`, then by descending `ratio`."""
+        """Return (row, head) of the worst `count` vectors: the `faulty` ones first, then the rest, by descending `ratio`."""
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
@@ -256,7 +256,7 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five groupings: (names of the groups, each vector's group, which broadcasts to [num_rows, num_heads])."""
+    """Yield five ways to group vectors: (names of the groups, group of each vector, broadcast to [num_rows, num_heads])."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)

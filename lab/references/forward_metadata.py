@@ -28,7 +28,7 @@ class ForwardMetadata:
 
 
 def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
-    """Return the metadata of one forward pass (the mode DRAFT_EXTEND as in SGLang 0.5.13).
+    """Return the metadata of one forward pass in SGLang 0.5.23; in the mode DRAFT_EXTEND, that of SGLang 0.5.13.
 
     Args:
         batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
@@ -66,8 +66,8 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
     """Return, for one rank of a prefill with zigzag context parallelism, (indices of its query rows, metadata of its call).
 
     The new tokens of each request are divided into 2 * num_ranks consecutive blocks, whose lengths differ by at most 1, the
-    longer ones first. Rank r has block r and block 2 * num_ranks - 1 - r of each request. Its call has the first of these
-    blocks of all requests, then the second, each block as one request.
+    longer ones first. Rank r has block r and block 2 * num_ranks - 1 - r of each request. In its call each block is a request:
+    first block r of every request, then block 2 * num_ranks - 1 - r of every request.
     """
     blocks = 2 * num_ranks
     whole = forward_metadata(batch, pool)
@@ -137,7 +137,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
     """Return the slots of the cached prefix tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at
-    most `capacity` tokens, divided equally among the requests; ValueError if that is below the number of requests.
+    most `capacity` tokens, equally many per request. Raise ValueError if `capacity` is below the number of requests.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
@@ -175,9 +175,9 @@ def dsa_forward_metadata(
     """Return the metadata of one forward pass of DeepSeek sparse attention. Each query row is a request that sees only selected
     entries; for padding rows none are selected. All requests with a draft must have equally many rows.
 
-    `topk_indices`, int [num_rows, top_k], are the positions that are selected for a row, -1 for none; for later query rows none
-    are selected. Selection is in whole groups of `index_kpool` positions, at most `index_topk` positions per row. The positions
-    after a request's last whole group are always selected.
+    `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none. If the batch has more
+    rows, they select none. Selection is in whole groups of `index_kpool` positions, at most `index_topk` positions per row. The
+    positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -198,8 +198,8 @@ def dsa_forward_metadata(
 
 
 def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> DSAForwardMetadata:
-    """Return the entries of each query row that one of `size` GPUs has with decode context parallelism: their number, and their
-    indices in this GPU's cache, then -1.
+    """Return which entries of each query row are in the cache of one of `size` GPUs in decode context parallelism: the number
+    of these entries, and their indices in this GPU's cache, followed by -1.
     """
     own = [[at // size for at in row if at >= 0 and at % size == rank] for row in metadata.places]
     padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, metadata.places, strict=True)]
@@ -308,9 +308,9 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return, in order, the pages of the first ``length`` tokens (at most ``max_context_len``) of the request with row ``row``
-    of ``req_to_token``; pages of the sliding-window pool if ``full_to_swa`` is given. Slot -1 is in page -1. ``v2p`` maps
-    virtual pages to the full pool's; slot -1 and a page without a physical page map to page 0.
+    """Return the page ids of the first ``length`` tokens (at most ``max_context_len``) of a request, in order. ``row`` is its
+    row of ``req_to_token``. With ``full_to_swa`` the pages are those of the sliding-window pool. Slot -1 is in page -1. With
+    ``v2p``, in the full pool, slot -1 and a virtual page without a physical page have page id 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

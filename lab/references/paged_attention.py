@@ -48,7 +48,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 @takes(ContextCall)
 @with_own_settings
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Compute attention of any number of newest query tokens of each request over its paged K/V: extend, prefill.
+    """Compute attention of the newest tokens of each request, in any number, over its paged K/V: extend, prefill.
 
     `lab.calls.ContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. Results and errors are as in
     `trtllm_batch_decode_with_kv_cache`.
@@ -138,7 +138,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 
 def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
-    """Return the same problem with each row as a request, and each entry that it selects as a page of one token."""
+    """Return a problem with the same result: each row is a request, and each entry that it selects is a page of one token."""
     places = entries_first(torch.where(live_cells(problem), selected, -1))
     end = problem.row_offsets()[-1]  # later rows are padding
     k_cache, v_cache = (
@@ -228,7 +228,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return the keys of a tile that no row of their block sees: (index of the block, index of the key), int64; or ()."""
+        """Return (block indices, key indices) in a tile of keys that no row of their block sees, int64; () if all are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -327,7 +327,7 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return the K or V (`cache`) of a tile, float64 [requests * num_kv_heads, keys, head_dim]."""
+    """Return the keys or values of a tile from K's or V's `cache`, float64 [requests * num_kv_heads, keys, head_dim]."""
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]

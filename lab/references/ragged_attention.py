@@ -30,7 +30,7 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out, lse_log2 or None) in float64 rounded once. Padding rows have the output zero and the LSE -inf."""
+    """Return (out, LSE in base 2 or None), computed in float64 and rounded once. Padding rows have output zero and LSE -inf."""
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()

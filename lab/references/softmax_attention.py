@@ -54,7 +54,7 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. If `arithmetic` is None, it is the query's dtype, or float32 if that is float64."""
+        """Return the rules of a problem. `arithmetic`: None is the query's dtype; float64 is replaced by float32."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -82,7 +82,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Te
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous `values` in float32 or float64. On a CPU e4m3 is looked up in a table, because torch is slow."""
+    """Return contiguous `values` in float32 or float64. On a CPU a table converts e4m3, because torch is slower."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -122,8 +122,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V of several requests, read one tile of keys at a time. `keys` and `values` return a tile, contiguous float64
-    [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    """K and V of several requests, read one tile of keys at a time. The functions `keys` and `values` return a tile of K or V,
+    contiguous float64 [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
     """
 
     keys: Callable[[Tile], Tensor]
@@ -137,8 +137,8 @@ class TiledKV(NamedTuple):
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
     """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
 
-    `kv_lens` are ascending multiples of `step`, as are the tiles' first keys. A key has `elements` elements in K or in V,
-    whichever has more.
+    `kv_lens` ascend. Each length, and each tile's first key, is a multiple of `step`. `elements` is the number of elements of
+    one key in K or in V, whichever has more.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []
@@ -156,8 +156,8 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time.
-    `visible` returns bool [batch, q_len or 1, kv_len]. It is called while a GPU computes the scores.
+    """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time. The
+    function `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -301,7 +301,7 @@ def skippable(
 def _weights(
     query: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights, float32 [batch, num_qo_heads, q_len, kv_len], and their denominators; 1 for a row without keys."""
+    """Return (weights, float32 [batch, num_qo_heads, q_len, kv_len]; denominator of each row, 1 if the row sees no key)."""
     keys = keys.to(torch.float32).transpose(1, 2)
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(float(softmax.bmm1_scale))
@@ -318,8 +318,8 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Return the products of query heads' `rows`, [batch, num_qo_heads, q_len, n], and K/V heads' `side`, [batch, num_kv_heads,
-    n, m].
+    """Multiply the `rows` of each query head, [batch, num_qo_heads, q_len, n], by the `side` of its K/V head, [batch,
+    num_kv_heads, n, m].
     """
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
@@ -371,8 +371,8 @@ def solved_requests(
 
 
 def _together(query: Tensor, histories: Sequence[History], q_lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield lists of requests with equal numbers of keys and of rows, each with at most `most` elements of K and V, or of
-    scores.
+    """Yield lists of requests with equally many keys and equally many rows. All requests of a list together have at most `most`
+    elements of K and V, and at most `most` scores.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):

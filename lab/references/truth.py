@@ -73,7 +73,7 @@ def _error_of_scaled_values(query: Tensor, histories: list[History], rules: Rule
     the products: half of the largest rounding error.
 
     A quantised cache's values have few different mantissas, so their roundings do not average out: with normally distributed
-    values in e4m3 or NVFP4 the mean error was at most 2.0e-3 in bfloat16. A power of two causes no rounding.
+    values in e4m3 or NVFP4 the mean error was at most 2.0e-3 in bfloat16. A bmm2_scale of a power of two rounds nothing.
     """
     is_quantised = any(values.dtype != query.dtype for _, values in histories)
     is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
