@@ -45,7 +45,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call that launches no kernel and returns `returned(out, lse)`."""
+    """Return a prepared call without a launch. A run returns `returned(out, lse)` with the result tensors of the problem."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -80,7 +80,7 @@ def entries(
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError unless it supports the call."""
+    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError if that kernel does not support it."""
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
     refuse_unsupported(kernel, problem)
@@ -184,7 +184,7 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a contiguous page table, as FlashInfer's kernels need it, and the launches that copy `table` to it."""
+    """Return (contiguous page table, launches that copy `table` to it); (`table`, ()) if `table` is contiguous."""
     if table.is_contiguous():
         return table, ()
     rows = torch.empty(table.shape, dtype=table.dtype, device=table.device)

@@ -96,7 +96,7 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the prefix positions that a K/V list has: the first `sink_size` and last `window_size`, or all without a window."""
+    """Return the prefix positions that a K/V list has: all, or with a window the first `sink_size` and last `window_size`."""
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 

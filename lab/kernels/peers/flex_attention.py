@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row. Each field is int32 [batch entries, rows of an entry]."""
+    """The request and the visible positions of each query row in `flex_attention`'s batch: int32 [entries, rows of an entry]."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows
@@ -151,7 +151,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return the column of each page in each request's page table, int32 [batch_size, num_pages]; -1 for a foreign page."""
+    """Return the column of each page in each request's page table, int32 [batch_size, num_pages]; -1 if it is not there."""
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)
@@ -166,13 +166,13 @@ def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
 
 
 def _lists(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row of `seen`, how many items are True, and the indices of all items, those of True items first."""
+    """Return, for each row of `seen`, the number of True items, and the indices of all items, those of True items first."""
     ids = seen.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return seen.sum(-1, dtype=torch.int32), ids.to(torch.int32)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, pages: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return `BlockMask`'s mask function: True if a row of a batch entry sees the token at an index of the pool."""
+    """Return `BlockMask`'s mask function: True if row `row` of batch entry `entry` sees token `token` of the pool."""
     page_size = problem.page_size
 
     def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

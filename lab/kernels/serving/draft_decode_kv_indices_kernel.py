@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels. The first six are parameters of `generate_draft_decode_kv_indices`."""
+    """Compile-time parameters of both kernels of this module. The first six are `generate_draft_decode_kv_indices`'s."""
 
     num_steps: int
     topk: int
@@ -131,7 +131,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix its K/V list contains: `lengths`, or at most the window and the sink."""
+    """Return how many tokens of a prefix its K/V list contains: `lengths`, or with a window at most window_size + sink_size."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -148,7 +148,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the K/V slots at positions of a request; 0 beyond the columns of its row, undefined unless `inside`."""
+    """Return the K/V slots at positions of a request; 0 beyond the end of its `row`, undefined where `inside` is False."""
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:

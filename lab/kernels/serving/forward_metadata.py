@@ -77,9 +77,9 @@ def prepare_write_forward_metadata(
 
     Live column c of request i in a page table becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For
     the sliding-window pool, ``full_to_swa`` first maps that slot to a slot of this pool. A slot of -1 is in page -1 of both
-    pools. If ``v2p`` is given, it maps each page of the full pool's table, to 0 if the page has no counterpart. A request whose
-    length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of
-    ``req_to_token``, are not written.
+    pools. If ``v2p`` is given, it maps each page of the full pool's table to its physical page, or to 0 without one. A request
+    whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a
+    row of ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
     ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.

@@ -45,8 +45,8 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
-    """Return an error sentence unless the address and, if `strides`, all strides but the last of each tensor are multiples of
-    the bytes that a kernel loads at a time. A side is (name, tensor or None, bytes), by default 16 bytes.
+    """Return an error sentence, or None, about tensors whose address, or with `strides` a stride other than the last, is not a
+    multiple of the bytes that a kernel loads at a time. A side is (name, tensor or None, bytes), by default 16 bytes.
     """
     for name, tensor, *given in sides:
         if tensor is None:

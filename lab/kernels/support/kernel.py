@@ -78,7 +78,7 @@ def mla_dims(problem: PagedAttention) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What one kernel supports."""
+    """One attention kernel: its name, and the calls, GPUs, dtypes, sizes and features that it supports."""
 
     name: str  # in error sentences and in recorded results
     calls: tuple[AttentionCall, ...]
@@ -98,7 +98,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A module that implements some of FlashInfer's functions."""
+    """A module that implements some of FlashInfer's functions, and the package and kernels that it uses."""
 
     module: str  # such as "lab.kernels.trtllm", followed by ":fa2" or ":fa3" if it has two backends
     package: str  # import name of the package that has the kernels

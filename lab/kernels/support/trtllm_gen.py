@@ -68,7 +68,7 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels: one kernel for each combination of a value of each field."""
+    """A set of trtllm-gen's kernels. Every combination of one value of each field has a kernel."""
 
     dtypes: Triples
     head_dims: tuple[tuple[int, int], ...]  # pairs of K's and V's
@@ -109,7 +109,7 @@ UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over N
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask by which `selectKernel` selects. A window that contains all keys counts as no window."""
+    """Return the kind of mask by which trtllm-gen chooses a kernel (`selectKernel`). A window of all keys is no window."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL

@@ -80,8 +80,8 @@ def prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return the arguments of a call for K/V (a pair of HND views), page tables and window, in the forms that every kernel of
-    FlashInfer 0.7.2 reads correctly, and the `refreshes` of `PreparedCall`.
+    """Return (arguments, `refreshes` of `PreparedCall`). The arguments are those for K/V (a pair of HND views), page tables and
+    window, in the forms that every kernel of FlashInfer 0.7.2 reads correctly.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
