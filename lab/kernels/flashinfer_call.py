@@ -80,7 +80,7 @@ def entries(
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError if that kernel does not support it."""
+    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError if it does not support the call."""
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
     refuse_unsupported(kernel, problem)

@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row in `flex_attention`'s batch: int32 [entries, rows of an entry]."""
+    """The request and the visible positions of each query row in `flex_attention`'s batch: int32 [entries, rows per entry]."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows

@@ -8,7 +8,7 @@ from lab.kernels.support.portable import PORTABLE_DSV4
 
 @takes(DSV4DecodeCall)
 def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors, and
-    `prepare_trtllm_batch_decode_with_kv_cache_mla` what a run returns and does not check.
+    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors. The
+    result of a run, and what is not checked on a GPU, are as in `prepare_trtllm_batch_decode_with_kv_cache_mla`.
     """
     return prepared_mla(PORTABLE_DSV4, call)

@@ -83,7 +83,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory through which softmax weights, [rows, keys], and factors of earlier sums, [2, rows], are sent."""
+    """Shared memory by which consumer 0 sends consumer 1 weights, [rows, keys], and factors of earlier sums, [2, rows]."""
 
     weights: Any
     factors: Any
@@ -133,7 +133,7 @@ def _consume_left(
     HEADS: gl.constexpr,  # query heads
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Compute and send the softmax weights of all tiles, and compute the left half of each output row."""
+    """Compute the softmax weights of all tiles, send them to `_consume_right`, and compute the left half of each output row."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])

@@ -180,8 +180,8 @@ def copy_boxes(
     """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another.
 
     Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier, and TMA
-    writes zeros for keys before the page. A box before every row's window is copied from before its page, because the page may
-    belong to another request.
+    writes zeros for keys before the page. TMA writes only zeros for a box that lies before every row's window, because the page
+    of this box may belong to another request.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)

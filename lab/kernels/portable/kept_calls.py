@@ -31,12 +31,12 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call cannot be cached: it has no cache key, or a launch uses memory that the call neither gets nor allocates."""
+    """A call cannot be cached: it has no cache key, or a launch uses memory that is neither an argument nor the call's own."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return `made_at_once(prepare)`, which prepares and runs a call, with a cache of prepared calls. Its `cache_clear()`
-    empties the cache. A test that changes what `prepare` chooses must call it.
+    """Return a function that prepares and runs a call, like `made_at_once(prepare)`, and caches prepared calls. Its method
+    `cache_clear()` empties the cache; a test that changes what `prepare` chooses must call `cache_clear()`.
     """
 
     @functools.lru_cache(maxsize=MOST_KEPT)
@@ -66,7 +66,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> None:
-    """Raise NotKeptError if `out` or `lse` shares the storage of another argument, which the cache key does not show."""
+    """Raise NotKeptError if `out` or `lse` shares the storage of another argument. The cache key does not contain storages."""
     if len(args) > MOST_POSITIONAL:
         raise NotKeptError
     if results := [kwargs[name] for name in RESULTS if isinstance(kwargs.get(name), torch.Tensor)]:
@@ -76,7 +76,7 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return one argument's part of the cache key, and append its tensors to `given`. Raise NotKeptError if it has none."""
+    """Return one argument's part of the cache key; append its tensors to `given`. Raise NotKeptError if it cannot be a key."""
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)
@@ -90,9 +90,9 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that takes the tensors of a later call with the same cache key and repeats the launches of `call` with
-    them; None if that call may need other launches. `given` are the tensors with which `call` has run. The function keeps no
-    tensor alive.
+    """Return a function that takes the tensors of a later call with the same cache key, and repeats the launches of `call` with
+    these tensors; None if a later call may need other launches. `given` are the tensors of `call`. The function keeps no tensor
+    alive.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

@@ -60,7 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Divide keys among as many programs as the GPU runs at a time, each with at least `least_keys` keys; on a CPU one."""
+    """Divide keys among as many programs as the GPU runs at a time, each with at least `least_keys` keys (on a CPU: one)."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -143,8 +143,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return where the work of program `share` begins: (its first place, its end, number of places of each program, request of
-    the first place, first place of this request). A place is a key tile, or empty, numbered over the batch.
+    """Return the work of program `share`: (first place, end of its places, places of each program, request of the first place,
+    first place of this request). A place is a key tile, or empty; places are numbered over the batch.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -166,14 +166,14 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Divide the keys of each request and K/V head of a small batch into equal parts, one for each program, unless lengths
-    differ too much.
+    """Return the work of program `number` in a small batch: the tuple of `begin_share`, the program's share, and the places of
+    one request and K/V head (a unit). The keys of each unit are divided into equal parts, one for each program. If lengths
+    differ too much, the division is that of `begin_share`, and the number of places is 0.
 
-    If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part
-    (START_PLACES) is not counted, because it is the same for every part. A program computes its request and its part from its
-    number, so it need not wait for the lengths.
-    Programs of the last parts, which are never empty, have the first numbers: the GPU runs these programs on different
-    multiprocessors.
+    If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part is not
+    counted (START_PLACES), because it is the same for every part. A program computes its request and part from its number, so
+    it need not wait for the lengths. Programs of the last parts, which are never empty, have the first numbers, because the GPU
+    runs these programs on different multiprocessors.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS

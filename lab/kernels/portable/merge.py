@@ -103,7 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return two powers of 2: at least the rows of a request and K/V head, and how many partial results are read at once."""
+    """Return two powers of 2: room for the rows of a request and K/V head, and the number of partial results read at once."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -197,7 +197,7 @@ def merged(
     ROW_DIMS: tl.constexpr,  # elements of an output row
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Return the softmax state of the merged partial results of a request and K/V head."""
+    """Return the softmax state (largest, denominator, sums) of the merged partial results of a request and K/V head."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -220,7 +220,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Return the softmax state of merged partial results. LANES groups of threads divide the partial results."""
+    """Return the same state as `merged`. LANES groups of threads divide the partial results."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

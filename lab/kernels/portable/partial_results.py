@@ -67,7 +67,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of one of a program's two partial results: the second if it reads the first keys of the unit."""
+    """Return the index of a program's partial result in scratch. A program has two: the second has a unit's first keys."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 

@@ -66,7 +66,7 @@ def q_lens_of_kind(requests, batch_size, kind):
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Return (request of the `number`-th block of query rows of the batch, index of the request's first block, number of
-    requests with blocks from this one on, number of all blocks). The request is `batch_size` after the last block.
+    requests with blocks from this request on, number of all blocks). The request is `batch_size` after the last block.
     """
     request = number * 0
     begin = request
