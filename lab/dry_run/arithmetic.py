@@ -186,7 +186,7 @@ def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_R
 
 
 class _Attention:
-    """The tensors of a launch. In a block-sparse launch, only those of one K/V head and its query heads."""
+    """Attention of the requests of a launch. In a block-sparse launch, of only one K/V head and its query heads."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
 
     def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return the entries of a pool at the indices `places`, without indices of -1, float64 [entries, 1, head_dim of K]."""
+        """Return a pool's entries at `places`, except -1, float64 [entries, 1, head_dim of K]. `member`: its descriptor."""
         tensor_map, dtype = self.maps[member], self.kernel.dtypes["K"]
         places = places[places >= 0].long()
         if not len(places):
@@ -351,7 +351,7 @@ class _Attention:
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pages with the elements as they are stored, [len(ids), num_kv_heads, page_size, row].
 
-        The descriptor has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
+        The descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

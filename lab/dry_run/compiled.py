@@ -88,8 +88,8 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Check the static assertions in each kernel source of FlashInfer's module for a shape. FlashInfer supports the shape if
-    none fails.
+    """Return the result for each kernel source of FlashInfer's module for a shape: nvcc checks the static assertions of the
+    source. FlashInfer supports the shape if none fails.
 
     Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc fails for another reason.
     """
@@ -209,7 +209,7 @@ def _assertion(error: re.Match[str]) -> str:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return headers that declare cuBLAS's names. A header of fmha_v2 needs the names, but no kernel uses them."""
+    """Return headers, text by name, that declare cuBLAS's names. A header of fmha_v2 needs them, but no kernel uses them."""
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

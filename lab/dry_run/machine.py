@@ -130,7 +130,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the replacements of FlashInfer's functions that query the GPU or compile a module."""
+    """Return the replacement of each of FlashInfer's functions that query the GPU or compile a module."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {

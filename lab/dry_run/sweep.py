@@ -93,7 +93,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield verdicts on calls of each function, on every `every`-th of them; `drawn` of the calls have random arguments."""
+    """Yield a `Verdict` on every `every`-th call of each function. `drawn` of the calls of a function have random arguments."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -246,7 +246,9 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a TMA descriptor has the address and strides of `side`: K or V, [pages, tokens, heads, head_dim]."""
+    """Return True if a TMA descriptor has the address and strides of `side`: K or V, or their scale factors, [pages, tokens,
+    heads, last dimension]. `is_joined`: True if the tokens of a head must be adjacent, as for scale factors.
+    """
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
     if tma.address != side.data_ptr():

@@ -59,7 +59,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points: each value of each argument alone, the combinations in `Model.triples`, `drawn` random points."""
+    """Yield distinct points (a value per argument): each value with defaults, combinations in `Model.triples`, random ones."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))
