@@ -180,8 +180,9 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table and return its number of requests. It must be int32: [batch_size, columns] if K and V share page ids
-    (`shared`), else [batch_size, 2, columns]; contiguous [num_kv_heads, batch_size, columns] for pages `by_kv_head`.
+    """Check a page table and return its number of requests. The table must be int32. Its shape must be [batch_size, columns] if
+    K and V share page ids (`shared`), and [batch_size, 2, columns] if they do not. If each K/V head has its own pages
+    (`by_kv_head`), it must be contiguous [num_kv_heads, batch_size, columns].
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -300,7 +301,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return a problem's `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype`, for an MLA or DeepSeek-V4 call."""
+    """Return the fields `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DeepSeek-V4 problem."""
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
     out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)

@@ -25,7 +25,7 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def entries_first(cells: Tensor) -> Tensor:
-    """Move the negative cells of each row of `cells`, [num_rows, num_columns], behind its other cells. Keep their order."""
+    """Sort the cells of each row of `cells`, [num_rows, num_columns]: entries first, in their order; negative cells last."""
     return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
@@ -36,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return how many keys 1 in `cu_seqlens_kv` stands for: `page_size` if it counts pages; 1 if it counts keys or is None."""
+    """Return the unit of `cu_seqlens_kv` in keys: `page_size` if its offsets count pages; 1 if they count keys or it is None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1
@@ -75,8 +75,9 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return (places, indices) per request, for rows that select entries. `places`, int64 [num_keys]: the pool indices that the
-    request's rows select, sorted. `indices`, int64 [q_len, num_columns]: where each cell's entry is in `places`, or -1.
+    """Return (places, indices) for each of the `requests`, whose rows select cache entries. `places`, int64 [num_keys], are the
+    pool indices of all entries that at least one row of the request selects, each once, sorted. `indices`, int64 [q_len,
+    num_columns], are the index in `places` of each cell's entry; -1 where a cell is no entry.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

@@ -57,8 +57,8 @@ class DecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
-        out, out_dtype: the output tensor, or the dtype of a new one; neither: of the query's dtype. Values beyond ±448 become
-            ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
+        out, out_dtype: the output tensor, or the dtype of a new one; without both a new one has the query's dtype. Values
+            beyond ±448 become ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
@@ -66,7 +66,7 @@ class DecodeCall:
             `ContextCall`.
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. The draft is the
             request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Row j sees draft token
-            16 w + b if and only if bit b of its word w is set; this includes its own token and later ones. Every row sees all
+            16 w + b if and only if bit b of its word w is set, also if this is its own token or a later one. Every row sees all
             keys before the draft. A window applies as well. Bits from q_len on have no meaning. None: rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.

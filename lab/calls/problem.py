@@ -236,7 +236,7 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A cell in use may be negative."""
+        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A used cell below 0 is no entry."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
