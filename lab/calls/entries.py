@@ -36,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return the unit of `cu_seqlens_kv` in keys: `page_size` if its offsets count pages; 1 if they count keys or it is None."""
+    """Return the unit of `cu_seqlens_kv` in keys: `page_size` if the offsets count pages; 1 if they count keys or are None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1

@@ -78,7 +78,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Buffers for K and V tiles in shared memory, [stages, keys, head_dim], and two barriers of each slot, [stages, 1]."""
+    """Buffers for K and V tiles in shared memory, [stages, keys, head_dim], and their full and empty barriers, [stages, 1]."""
 
     k: Any
     v: Any

@@ -144,9 +144,9 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if it must be masked. A TMA box that
-    would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). Its first n columns are then
-    zeros or keys of an earlier box: they are NO_KEY.
+    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if the column must be masked. If a TMA
+    box would reach n keys beyond the request's last key, it is loaded from n keys earlier (`copy_boxes`). The first n columns
+    of the box are then zeros or keys of an earlier box, and are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS

@@ -166,9 +166,9 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `number` in a small batch: the tuple of `begin_share`, the program's share, and the places of
-    one request and K/V head (a unit). The keys of each unit are divided into equal parts, one for each program. If lengths
-    differ too much, the division is that of `begin_share`, and the number of places is 0.
+    """Return the work of program `number` in a small batch, in places (key tiles): the tuple of `begin_share`, the index of the
+    program's share of the keys, and the places of one request and K/V head. Their keys are divided into equal parts, one for
+    each program. If lengths differ too much, the division is that of `begin_share`, and the last number of the result is 0.
 
     If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part is not
     counted (START_PLACES), because it is the same for every part. A program computes its request and part from its number, so

@@ -176,7 +176,7 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the softmax state after one more partial result of each row, with LSE `lse` in base 2 and output `part`."""
+    """Return (largest, denominator, sums) of a softmax after one more partial result: `part`, with LSE `lse` in base 2."""
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weight = tl.exp2(lse - origin)

@@ -23,8 +23,8 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 
 
 class PartialResults(NamedTuple):
-    """Scratch memory for the partial results of all programs: normalised outputs and their LSE. A program has two slots in it,
-    because its share of the keys may begin and end inside a unit (one request and one K/V head).
+    """Scratch memory for the partial results of all programs: normalised outputs and their LSE. A program has room for two,
+    because its keys may begin inside the keys of one request and K/V head, and end inside the keys of another.
     """
 
     out: torch.Tensor  # float32 [q_blocks * shares * 2, rows, v_head_dim]
@@ -67,7 +67,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of a program's partial result in scratch. A program has two: the second has a unit's first keys."""
+    """Return the index of a program's second partial result if it reads a request's first keys, else of its first."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 

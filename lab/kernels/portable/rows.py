@@ -96,7 +96,7 @@ def keys_of_block(
     GROUP: tl.constexpr,  # query heads per K/V head
     TILE: tl.constexpr,  # `ProgramTile` or `HopperTile`
 ):
-    """Return the `KeyRange` of a block of rows in the program's tiles, without tiles if the block has no row."""
+    """Return the `KeyRange` of a block of rows: its key tiles among those of the program; none if the block has no row."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len

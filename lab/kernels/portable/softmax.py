@@ -15,7 +15,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
     """Return the dtype of the operands of matrix products: K/V's, or float16 over an e4m3 cache. float16 holds every e4m3
-    value, and SM89 and later convert two of them by one instruction; bf16 takes six.
+    value, and SM89 and later convert two values to float16 by one instruction, but to bf16 by six.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 
@@ -141,7 +141,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Return the softmax state after one more tile: `scores` [rows, keys] in base 2, `values` [keys, head_dim]."""
+    """Return the softmax state (largest, denominator, sums) after one more tile; `scores` [rows, keys] are in base 2."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
