@@ -6,7 +6,7 @@ from typing import Any
 
 from lab import __version__
 
-gc.set_threshold(100_000)  # else a quarter of the build's time is spent looking for garbage, of which there is little
+gc.disable()  # else a third of the time of the build is spent looking for garbage, of which there is little
 
 project = "The attention lab"
 release = __version__
@@ -29,6 +29,7 @@ nb_ipywidgets_js = {}  # would come from a CDN
 
 # Docstrings are Google's style with Markdown's backticks.
 default_role = "code"
+smartquotes = False  # curly quotes would cost an eighth of the time of the build
 autodoc_default_options = {"members": True}
 toc_object_entries = False
 autodoc_member_order = "bysource"

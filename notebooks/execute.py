@@ -36,7 +36,7 @@ def read_script(script: Path) -> nbformat.NotebookNode:
 
 
 def execute(script: Path) -> nbformat.NotebookNode:
-    """Run a notebook top to bottom in a new kernel, as Jupyter does, in its own folder.
+    """Run a notebook top to bottom in a new kernel, as Jupyter does, in its own folder. Its pictures are as large as they came.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
@@ -52,21 +52,19 @@ def execute(script: Path) -> nbformat.NotebookNode:
     )
     client.execute()
     notebook.metadata["language_info"] = {"name": "python"}  # not the version that ran it
-    for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            _shrink_picture(output)
     return notebook
 
 
-def _shrink_picture(output: nbformat.NotebookNode) -> None:
-    data = output.get("data", {})
-    if "image/png" in data:
-        smaller = io.BytesIO()
-        picture = Image.open(io.BytesIO(b64decode(data["image/png"]))).convert("RGB")
-        # The median cut, Pillow's own choice, merges colours that cover little: a legend's green and blue become one teal.
-        palette = picture.quantize(PICTURE_COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        palette.save(smaller, "png", optimize=True)
-        data["image/png"] = b64encode(smaller.getvalue()).decode()
+def shrink_pictures(notebook: nbformat.NotebookNode) -> None:
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        data = output.get("data", {})
+        if "image/png" in data:
+            smaller = io.BytesIO()
+            picture = Image.open(io.BytesIO(b64decode(data["image/png"]))).convert("RGB")
+            # The median cut, Pillow's own choice, merges colours that cover little: a legend's green and blue become one teal.
+            palette = picture.quantize(PICTURE_COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            palette.save(smaller, "png", optimize=True)
+            data["image/png"] = b64encode(smaller.getvalue()).decode()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for script in parser.parse_args(argv).scripts or scripts():
         start = time.monotonic()
         notebook = execute(script)
+        shrink_pictures(notebook)
         nbformat.validate(notebook)
         nbformat.write(notebook, script.with_suffix(".ipynb"))
         print(f"{script.with_suffix('.ipynb')}: {time.monotonic() - start:.0f} s")

@@ -1,7 +1,9 @@
 """Each notebook is what its script says, and runs top to bottom."""
 
+import io
 import re
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +17,9 @@ pytest.importorskip("nbclient")
 
 import nbformat
 import torch
+from PIL import Image
 
-from notebooks.execute import FOLDER, execute, read_script, scripts
+from notebooks.execute import FOLDER, PICTURE_COLOURS, execute, read_script, scripts, shrink_pictures
 from tests.notebooks.forked_kernels import forked_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +76,16 @@ def test_it_runs_and_shows_what_is_committed(script: Path) -> None:
     assert kinds(ran) == kinds(committed), "run `make notebooks`"
     if not torch.cuda.is_available():  # where a cell may time
         assert printed(ran) == printed(committed), "run `make notebooks`"
+
+
+def test_a_picture_gets_smaller_and_keeps_its_rare_colours() -> None:
+    picture, made = Image.effect_noise((300, 300), 9).convert("RGB"), io.BytesIO()
+    picture.putpixel((1, 1), (200, 0, 0))
+    picture.save(made, "png")
+    output = nbformat.v4.new_output("display_data", {"image/png": b64encode(made.getvalue()).decode()})
+    shrink_pictures(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
+    smaller = b64decode(output.data["image/png"])
+    shown = Image.open(io.BytesIO(smaller)).convert("RGB")
+    assert len(smaller) < len(made.getvalue())
+    assert len(shown.getcolors()) <= PICTURE_COLOURS
+    assert shown.getpixel((1, 1)) == (200, 0, 0)
