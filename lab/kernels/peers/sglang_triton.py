@@ -86,7 +86,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if a row sees no key. `shown` is the draft mask, bool [batch_size, q_len, q_len]."""
+    """Return True if window and draft mask hide all keys from a row. `shown` is the mask, bool [batch_size, q_len, q_len]."""
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
     row = torch.arange(q_len, device=shown.device)
@@ -99,8 +99,8 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 def _token_lists(
     problem: PagedAttention, starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each request's tokens begin in a list, int32 [batch_size + 1], and the list: the index of each token in the
-    pool, int64. Request i has `counts[i]` tokens, from position `starts[i]` on.
+    """Return (where each request begins in a list of tokens, int32 [batch_size + 1]; the list: the index of each token in the
+    pool, int64). Request i has `counts[i]` tokens, from position `starts[i]` on.
     """
     device, page_size = problem.query.device, problem.page_size
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)

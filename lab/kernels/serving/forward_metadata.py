@@ -46,7 +46,7 @@ class PassBuffers:
             ``swa_out_cache_loc`` is None.
         swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the sliding-window slots of the locations in
             ``out_cache_loc``, then 0 to its end. A location of -1 stays -1.
-        seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
+        seq_len_offset: read: tokens of each request that ``seq_lens`` does not count, 0 or more.
         query_rows: read: the number of query rows, an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32
             or int64. None: ``cu_seqlens_q`` is not written.
     """
@@ -75,11 +75,12 @@ def prepare_write_forward_metadata(
     """Return a function that writes the metadata of passes over the same requests in one launch. A CUDA graph can capture the
     launch.
 
-    Live column c of request i in a page table becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For
-    the sliding-window pool, ``full_to_swa`` first maps that slot to a slot of this pool. A slot of -1 is in page -1 of both
-    pools. If ``v2p`` is given, it maps each page of the full pool's table to its physical page, or to 0 without one. A request
-    whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a
-    row of ``req_to_token``, are not written.
+    A column c of a page table is live if request i has tokens in it: if c * page_size < ``cache_seqlens[i]``. A live column
+    becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window pool, ``full_to_swa``
+    first maps the slot in ``req_to_token`` to a slot of this pool. A slot of -1 is in page -1 of both pools. If ``v2p`` is
+    given, it maps each page of the full pool's table to its physical page, or to 0 without one. A request whose length is 0 or
+    below has no live column, but ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of
+    ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
     ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.

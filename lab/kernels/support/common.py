@@ -69,7 +69,7 @@ def misaligned_paged(problem: PagedAttention) -> str | None:
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return an error sentence unless bmm1_scale is positive. A kernel that masks logits before it scales them needs that."""
+    """Return an error sentence unless bmm1_scale is positive, as kernels need that mask logits before they scale them."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
