@@ -39,11 +39,11 @@ CUBLAS_STATUS = (
 
 
 class NotBuiltError(RuntimeError):
-    """The launcher cannot be compiled on this machine. The message has the reason."""
+    """FlashInfer's launcher cannot be compiled on this machine. The message has the reason."""
 
 
 def why_not_built() -> str | None:
-    """Return a sentence that names what is missing to compile the launcher; None if nothing is missing."""
+    """Return a sentence that names what is missing to compile FlashInfer's launcher; None if nothing is missing."""
     if importlib.util.find_spec("flashinfer") is None:
         return sentence("a dry run", ["flashinfer"])
     if nvcc() is None:
@@ -76,7 +76,7 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the path of the launcher's library for a kernel table, by default `kernel_table.newest()`.
+    """Return the path of the compiled library of FlashInfer's launcher with a kernel table (None: `kernel_table.newest()`).
 
     The library is compiled if the cache does not have it, which takes about a minute on an idle core. Raises NotBuiltError if
     compiling fails.
@@ -132,7 +132,7 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def _cached(made: dict[str, str]) -> Path:
-    """Return the path of the library in the cache. Its folder is named by a digest of all that the library is made from."""
+    """Return the path of the launcher's library in the cache. Its folder has as its name a digest of the library's inputs."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

@@ -19,7 +19,7 @@ from lab.gpus import Capability, family_that_runs
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, with the properties that the fake CUDA reports to the launcher."""
+    """A GPU that is simulated, with the properties that a fake CUDA library reports to FlashInfer's launcher."""
 
     name: str  #: common name
     cuda_name: str  #: CUDA's name, a key of `lab.gpus.DATASHEETS`
@@ -49,11 +49,11 @@ def gpu_named(name: str) -> Gpu:
 
 
 class LaunchError(RuntimeError):
-    """FlashInfer's launcher or the fake driver refused a call. The message comes from the launcher or the driver."""
+    """FlashInfer's launcher or the fake CUDA driver refused a call. The message is that of the launcher or of the driver."""
 
 
 class Launcher:
-    """FlashInfer's compiled launcher with a fake CUDA. The launcher caches properties of the GPU: each GPU has its own copy."""
+    """FlashInfer's compiled launcher with a fake CUDA library. It caches properties of the GPU, so that each GPU has a copy."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi

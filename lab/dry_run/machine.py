@@ -83,7 +83,7 @@ class Machine:
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     """In the `with` block, make FlashInfer's and the lab's TRT-LLM functions accept CPU tensors as if they were on a GPU.
 
-    FlashInfer calls the launcher with the fake CUDA. XQA and fmha_v2 are not compiled: their calls are only recorded. The
+    FlashInfer's launcher runs with a fake CUDA library. XQA and fmha_v2 are not compiled: their calls are only recorded. The
     recorded calls can be read after the block, until a `Machine` of the same GPU is made again. Use one machine at a time, in
     one thread.
 
@@ -118,7 +118,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, attribute name, function) of each module attribute that is one of these functions."""
+    """Return (module, attribute name, function) of each attribute of a FlashInfer or lab module that is one of `functions`."""
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(

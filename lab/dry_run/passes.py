@@ -57,7 +57,7 @@ PAGE_SIZE, Q_LEN = 64, 4
 
 @dataclass(frozen=True)
 class DryCall:
-    """One attention call of a forward pass on the absent GPU."""
+    """One attention call of a forward pass on a GPU that this machine does not have."""
 
     function: str  #: FlashInfer's name of the call
     kernel: str  #: name of the kernel's row in `lab.kernels.support`
