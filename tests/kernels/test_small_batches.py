@@ -157,13 +157,18 @@ def test_what_is_small(h200: None, batch_size: int, q_len: int, head_dim: int, l
     assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)
 
 
-def test_a_short_window_is_not_shared_out(h200: None) -> None:
-    """One program reads a window of 256 keys, the rows of a verify counted; several divide a longer one."""
+def test_few_keys_are_not_shared_out(h200: None) -> None:
+    """One program reads 256 keys, if a window, with the rows of a verify, or the largest length says that there are no more."""
     tile = choose_tile(32, 128, 2, (9, 0))
     problems = {window: sizes_on_a_gpu(64, 4, 4096, num_kv_heads=4, window_left=window) for window in (0, 252, 253, -1)}
     shared = {window: paged.shares_of(problem, tile, 1) is not None for window, problem in problems.items()}
     assert shared == {0: False, 252: False, 253: True, -1: True}
     assert paged.shares_of(problems[0], tile, 1, of_kind=True) is not None
+    for most, window in ((256, -1), (256, 4096), (257, 252)):
+        assert paged.shares_of(sizes_on_a_gpu(64, 4, most, num_kv_heads=4, window_left=window), tile, 1) is None
+    assert paged.shares_of(sizes_on_a_gpu(64, 4, 257, num_kv_heads=4), tile, 1) is not None
+    many_rows = choose_tile(64, 128, 2, (9, 0))
+    assert paged.shares_of(sizes_on_a_gpu(1, 16, 256, num_kv_heads=4), many_rows, 1) is not None
 
 
 @pytest.mark.parametrize("q_len", [1, 32])

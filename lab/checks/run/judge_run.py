@@ -288,13 +288,22 @@ class CheckRun:
         for at, end in itertools.pairwise(ends):
             if self._run.is_over:
                 return
-            for pending, verdict in [self._begun(case, drawn, self._run.end) for case in cases[at:end]]:
+            for pending, verdict in self._begun_apart(cases[at:end], drawn):
                 if pending is not None:
                     if self._run.is_stopped:
                         return
                     yield pending
                 with suppress(TooLate):
                     keep(verdict(), pending is not None)
+
+    def _begun_apart(
+        self, cases: Sequence[Any], drawn: bool
+    ) -> Iterable[tuple[Pending | None, Callable[[], CaseVerdict]]]:
+        # Neighbours often need the same compiled kernel. They begin at different times, so that one worker compiles it for all.
+        step = 1 if self.is_telling or self._run.pool.workers == 1 else CASES_PER_WORKER
+        order = [at for first in range(step) for at in range(first, len(cases), step)]
+        begun = {at: self._begun(cases[at], drawn, self._run.end) for at in order}
+        return [begun[at] for at in range(len(cases))]
 
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True

@@ -7,9 +7,9 @@ rows that one program computes together. `lab.kernels.portable.key_shares` expla
 One kernel serves decode, verify, draft extend and extend. A program reads K/V once for all packed rows of a block. The keys of
 the batch are divided into equal shares, one for each program. A second launch merges the partial results; if there are few
 rows, the last program merges them. One program reads all keys of a block only in a prefill, whose query rows fill the GPU, and
-in a short window. The host reads no length, and no length is compiled in. On SM90, a Gluon kernel serves the calls that are
-bound by matrix products (`lab.kernels.portable.hopper_attention`). If each K/V head has its own page table and lengths, each is
-treated as a request of its own.
+if the call's largest length or its window is short. The host reads no length of a request, and no length is compiled in. On
+SM90, a Gluon kernel serves the calls that are bound by matrix products (`lab.kernels.portable.hopper_attention`). If each K/V
+head has its own page table and lengths, each is treated as a request of its own.
 
 In a batch of prompts and decodes, requests with few query tokens are of one kind and those with more of another. Each kind has
 a launch with its own tile and division of the work, and programs of both launches run at the same time:
@@ -104,9 +104,12 @@ def shares_of(
     batch.
     """
     may_be_undivided = of_kind or num_lengths(problem) <= MOST_LENGTHS
+    seen = problem.max_kv_len
+    if problem.window_left >= 0:
+        seen = min(seen, problem.window_left + problem.max_q_len)
     has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
     if has_few_rows:
-        if may_be_undivided and 0 <= problem.window_left <= CUT_KEYS.value - problem.max_q_len:
+        if may_be_undivided and seen <= CUT_KEYS.value:
             return None  # a program reads these few keys in less time than it needs to find its share
         lanes = next((most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
@@ -114,9 +117,6 @@ def shares_of(
         shares = replace(shares, lanes=lanes, merges_at_once=merges_at_once(problem, tile, shares.count))
     longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
     blocks = q_blocks * problem.num_kv_heads * longest
-    seen = problem.max_kv_len
-    if problem.window_left >= 0:
-        seen = min(seen, problem.window_left + problem.max_q_len)
     if may_be_undivided and seen < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
         return None
     return shares
@@ -238,7 +238,8 @@ def _launches_of(
         pools,
         tile_descriptor(problem.k_cache, tile, problem.head_dim),
         tile_descriptor(problem.v_cache, tile, problem.head_dim),
-        (problem.k_block_tables, problem.v_block_tables),
+        problem.k_block_tables,
+        problem.v_block_tables,
         problem.seq_lens,
         problem.cu_seqlens_q,
         problem.sinks,
@@ -253,13 +254,13 @@ def _launches_of(
         problem.num_kv_heads,
         0 if shares is None else shares.count,
         0 if shares is None else shares.least_places,
+        problem.k_block_tables.stride(-2),
+        problem.v_block_tables.stride(-2),
         Strides(
             problem.query.stride(0),
             problem.query.stride(1),
             PoolStrides(*pools[0].stride()[:3]),
             PoolStrides(*pools[1].stride()[:3]),
-            problem.k_block_tables.stride(-2),
-            problem.v_block_tables.stride(-2),
         ),
         GROUP=problem.group,
         HEAD_DIM=problem.head_dim,

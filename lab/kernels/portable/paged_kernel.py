@@ -43,27 +43,29 @@ from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pa
 
 
 class Strides(NamedTuple):
-    """Strides in elements. `k_table` and `v_table` are strides of rows of the page tables."""
+    """Strides in elements."""
 
     query_row: int
     query_head: int
     k: PoolStrides
     v: PoolStrides
-    k_table: int
-    v_table: int
 
 
-# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16.
+# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16, or for
+# addresses that are multiples of 16 bytes.
 VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_places"]
+VARYING += ["k_table_stride", "v_table_stride"]
+UNALIGNED = ["k_block_tables", "v_block_tables", "seq_lens", "cu_seqlens_q", "sinks"]
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def _attention_kernel(
     query,  # [num_rows, num_qo_heads, HEAD_DIM]
     pools,  # (K, V); int16 if `paired` has made pairs of e4m3 elements
     k_tiles,  # TMA descriptor of K's tiles, or None
     v_tiles,  # as k_tiles, but of V
-    block_tables,  # (of K, of V), [batch_size, pages of a request]
+    k_block_tables,  # [batch_size, pages of a request]
+    v_block_tables,
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
@@ -78,6 +80,8 @@ def _attention_kernel(
     num_kv_heads,
     num_shares,  # 0 if not SHARED
     least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    k_table_stride,  # elements from a row of `k_block_tables` to the next
+    v_table_stride,
     strides,  # `Strides`
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
@@ -151,8 +155,8 @@ def _attention_kernel(
         denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
         sums = tl.zeros([BLOCK_ROWS, ELEMENTS], tl.float32)
         odd_sums = sums  # sums of the odd elements of V, like odd_q
-        k_table = block_tables[0] + request * strides.k_table
-        v_table = block_tables[1] + request * strides.v_table
+        k_table = k_block_tables + request * k_table_stride
+        v_table = v_block_tables + request * v_table_stride
         heads = (pools[0] + kv_head * strides.k.head, pools[1] + kv_head * strides.v.head)
         for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
             # Page ids are read one tile ahead, so that Triton can prefetch the keys. Tiles are counted from 0, because Triton

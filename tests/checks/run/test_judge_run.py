@@ -1,5 +1,6 @@
 """A run plans each case once, judges rounds and random cases, and estimates the time left; its cases are numbers here."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -144,6 +145,23 @@ def test_a_case_that_runs_on_after_the_end_is_left_out(monkeypatch: pytest.Monke
     run._take_turns([runs.plan(Ranges(longest=200))])
     assert run._report_so_far().unended == 1
     assert run._report_so_far().ended == "the time was over while 1 of them ran"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_neighbours_begin_apart_if_there_are_several_workers(workers: int) -> None:
+    """Two workers at once would compile the kernel that two neighbours need. The verdicts keep the order of the plan."""
+    begun = list[int]()
+
+    def submit(check: str, case: Any, ranges: Ranges, end: float) -> Pending:
+        begun.append(case)
+        return Pending(lambda: Judged(Outcome.RIGHT, judged=1))
+
+    run = run_of(a_check(fixed=lambda scope: range(18)))
+    run.pool.submit, run.pool.workers = submit, workers  # type: ignore[method-assign, assignment]
+    assert cases_of(judged(run)) == list(range(18))
+    assert sorted(begun) == list(range(18))
+    gaps = [abs(first - second) for first, second in itertools.pairwise(begun[workers:])]
+    assert set(gaps) == {1} if workers == 1 else min(gaps) > 1
 
 
 def test_of_the_levels_random_cases_one_wrong_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
