@@ -137,7 +137,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
     """Return the slots of the cached prefix tokens in each chunk of an MLA prefill, as [chunk][request][token]. A chunk has at
-    most `capacity` tokens, equally many per request. Raise ValueError if `capacity` is below the number of requests.
+    most `capacity` // (number of requests) tokens of each request. Raise ValueError if this is 0.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
@@ -263,8 +263,9 @@ class BlockSparseForwardMetadata:
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
     """Return the metadata of one decode or target verify of MiniMax-M3. Each query row is a request.
 
-    `seq_lens` counts the tokens that a row sees: those up to the row on the row's page, and those of at most 15 earlier pages;
-    1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1 for none.
+    `seq_lens` counts the tokens that a row sees: those on the row's own page up to the row, and those of at most 15 earlier
+    pages; 1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1
+    for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]
