@@ -32,9 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
-    """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device, else `lab.kernels.portable`. A `device` of
-    None means the GPU if there is one, else the CPU.
-    """
+    """Return `lab.kernels.trtllm` if FlashInfer has TRT-LLM kernels for the device (None: the GPU, if any), else `portable`."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = family_of(capability_of(where))
     runs_flashinfer = family is not None and family.trtllm_backend is not None
@@ -42,8 +40,7 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation that has functions `plan_<name>`, so that `lab.kernels.prepare` reads lengths once and not in each
-    run.
+    """Wrap an implementation with functions `plan_<name>`, so that `lab.kernels.prepare` reads lengths once, not in each run.
 
     `plan_<name>` takes the arguments of `<name>`, reads lengths and page tables on the host, and returns a function that runs
     the call. This class offers it under the name `prepare_<name>`. Lengths, numbers of rows and page ids must not change
@@ -63,8 +60,7 @@ class PlannedOnce:
 
 
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
-    """Return a function without arguments that runs one call of an implementation, such as `lab.kernels.portable`, any number
-    of times.
+    """Return a function that runs one call of an implementation, such as `lab.kernels.portable`, any number of times.
 
     If the implementation has `prepare_<name>`, that function checks the arguments and allocates memory once, and a run only
     launches kernels. Otherwise each run does the whole work of `<name>`.

@@ -263,9 +263,8 @@ class BlockSparseForwardMetadata:
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
     """Return the metadata of one decode or target verify of MiniMax-M3. Each query row is a request.
 
-    `seq_lens` counts the tokens that a row sees: those on the row's own page up to the row, and those of at most 15 earlier
-    pages; 1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16], are pages of the row's request, -1
-    for none.
+    `seq_lens` counts the tokens that a row sees: those of the row's page up to the row, and those of at most 15 earlier pages;
+    1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16]: pages of the row's request, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]

@@ -90,9 +90,8 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that takes the tensors of a later call with the same cache key, and repeats the launches of `call` with
-    these tensors; None if a later call may need other launches. `given` are the tensors of `call`. The function keeps no tensor
-    alive.
+    """Return a function that repeats the launches of `call` with the tensors of a later call that has the same cache key, and
+    that keeps no tensor alive; None if a later call may need other launches. `given` are the tensors with which `call` has run.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:
