@@ -32,7 +32,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert all((site / picture).is_file() for picture in pictures)
     assert 'id="lab.references.trtllm_batch_decode_with_kv_cache"' in read(site / "docs" / "api" / "references.html")
     assert not requests_of(site)
-    assert "max_q_len,\u200bmax_kv_len –" in re.sub(r"<[^>]*>", "", read(site / "docs" / "api" / "calls.html"))
+    assert "max_q_len,\u200bmax_kv_len --" in re.sub(r"<[^>]*>", "", read(site / "docs" / "api" / "calls.html"))
     index = read(site / "docs" / "index.html")
     style = re.search(r'href="\.\./(_static/site\.css)[^"]*"', index)
     assert style
