@@ -56,7 +56,7 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """Return the batch of a text: "2q2k_32q1s1k" is 2 prompts of 2,048 tokens, and 32 decodes that each see 1,024 tokens."""
+    """Return the batch that a text describes: "2q2k_32q1s1k" is 2 prompts of 2,048 tokens, and 32 decodes over 1,024 tokens."""
     return reduce(add, map(_parse_group, text.split("_")))
 
 

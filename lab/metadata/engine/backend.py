@@ -50,7 +50,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
     """The metadata buffers of one forward mode (`GraphMode`). CUDA graphs read them, so their addresses do not change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the leading slices of the buffers that the CUDA graph captured with `batch_size` requests reads."""
+        """Return the leading slices of the buffers, which the CUDA graph of `batch_size` requests reads."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:

@@ -35,8 +35,8 @@ class GraphMode:
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request or, if it is not positive (SGLang 0.5.13 at
-        capture), with the largest of ``num_accept_tokens``, which the host reads. Raises ValueError if there is neither.
+        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request. If this number is not positive (SGLang
+        0.5.13 at capture), the host reads the largest of ``num_accept_tokens`` instead. Raises ValueError if there is neither.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():

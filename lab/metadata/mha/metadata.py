@@ -152,9 +152,9 @@ def build_mha_metadata(
     page_size)`` columns, clamped to the table's width as in SGLang's fused kernel. Later cells are undefined in SGLang; here
     they hold page 0, the sink. A length of 0 or below (a padded row) has no pages, but counts in ``cu_seqlens_k``.
 
-    ``full_to_swa`` maps the slots for the sliding-window table. A slot that it maps to -1 gives page -1, as in the fused kernel
-    (PR 29843); a correct map has none. ``pool.v2p`` maps virtual pages for the full table: to the sink if a virtual page has no
-    page (`build_kv_read_table`).
+    ``full_to_swa`` maps slots for the sliding-window table. If the map is wrong and has -1 for a slot of a request, the page is
+    -1, as in the fused kernel (PR 29843). ``pool.v2p`` maps virtual pages for the full table. A virtual page that is not mapped
+    becomes the sink (`build_kv_read_table`).
 
     `expand_encoder_only_verify` says that the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY
     then has `encoder_cache_seqlens` and `encoder_page_table`. Other modes have none; SGLang refuses such a layer in a ragged

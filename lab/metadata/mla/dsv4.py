@@ -202,7 +202,7 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of the rows, followed in memory by rows of `value` to a multiple of 64: the kernel reads them."""
+    """Return an int32 copy of `rows`. Rows of `value` follow in memory up to a multiple of 64: the kernel reads them."""
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows

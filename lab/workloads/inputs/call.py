@@ -63,7 +63,7 @@ class BuiltCall:
         return self.given
 
     def share(self, other: "BuiltCall") -> None:
-        """Replace the workspace by that of `other`, and each tensor that equals the tensor of `other` with the same name."""
+        """Use the workspace of `other`, and each tensor of `other` that equals this call's tensor of the same name."""
         for name, value in self.given.items():
             mine, others = (each if isinstance(each, tuple) else (each,) for each in (value, other.given.get(name)))
             alike = name not in WRITTEN and len(mine) == len(others) and all(map(_alike, mine, others))
@@ -86,7 +86,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 class Form(NamedEnum):
-    """An optional argument or result of a call. The text is its name in reports."""
+    """An optional argument or result of a call. A member's text is its name in reports."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"

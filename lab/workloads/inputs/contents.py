@@ -166,7 +166,7 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Add `LEAN` times each K/V head's unit vector in `directions` to the query [rows, num_qo_heads, head_dim]."""
+    """Return the query [rows, num_qo_heads, head_dim] plus `LEAN` times the unit vector in `directions` of each K/V head."""
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 
@@ -228,7 +228,7 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with `value`, or if it is None with the huge value that `POISON` has for the tensor's dtype."""
+    """Fill a tensor with `value`. If `value` is None, fill it with the huge value that `POISON` has for its dtype."""
     if value is None or (storage.dtype == NVFP4 and value != 0):  # NVFP4 cannot hold NaN
         value = POISON[storage.dtype]
     storage.fill_(value)
@@ -247,7 +247,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a workspace of zeros, uint8: 8 MiB of semaphores, then scratch, with `of_engine` as large as SGLang's."""
+    """Return a workspace of zeros, uint8: 8 MiB of semaphores, then scratch memory, as much as in SGLang if `of_engine`."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.

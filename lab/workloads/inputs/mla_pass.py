@@ -156,7 +156,7 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Build the forward pass of a case. `build_metadata` None: the lab's. Cache cells without a token hold huge values."""
+    """Build the forward pass `case`. `build_metadata` None: the lab's function. Cells without a token hold huge values."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]
     query, drawn = draw_histories(case, generator, limits_of(case), case.num_qo_heads, 1, widths, case.softmax_scale)

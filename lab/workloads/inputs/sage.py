@@ -57,7 +57,7 @@ def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_b
 
 
 def _in_blocks(tokens: Tensor, lens: tuple[int, ...], dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise tokens in blocks. Return (dequantised tokens, float64; quantised tokens; scales, NaN for unused ones)."""
+    """Quantise tokens in blocks. Return (dequantised tokens, float64; quantised tokens; scales, NaN for unused blocks)."""
     firsts = itertools.accumulate(lens, initial=0)
     numbers = [
         first // block + request + token // block
