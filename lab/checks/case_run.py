@@ -52,19 +52,19 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """How a check calls an attention function: directly (WHOLE), or by a callable that the implementation's function
-    `prepare_<name>` or `plan_<name>` has returned. The value is the prefix of this name.
+    """How a check calls the attention function `<name>`: directly (WHOLE), or by a callable that the implementation's function
+    `prepare_<name>` or `plan_<name>` returns. The value is the prefix, such as "prepare_".
     """
 
     WHOLE = ""
-    PREPARED = "prepare_"  # as `lab.kernels.prepare`: the callable is valid for any contents of the tensors
-    PLANNED = "plan_"  # as `lab.kernels.PlannedOnce`: the callable is valid while lengths and page ids are unchanged
+    PREPARED = "prepare_"  # the callable is valid for any contents of the tensors; see `lab.kernels.prepare`
+    PLANNED = "plan_"  # the callable is valid while lengths and page ids are unchanged; see `lab.kernels.PlannedOnce`
 
 
 class Result(NamedTuple):
     """What an attention call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features (named properties such as `kv_len`) of the call; None stands for the features of the last call.
+    `call` has the features (named properties such as `kv_len`) of the call; None stands for the features of the latest call.
     """
 
     out: Tensor
@@ -126,7 +126,7 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of a case (None: `self.case`). Values in `storage` replace fields of the case's `Storage`."""
+        """Build the tensors of a case (None: `self.case`). `storage` replaces fields of its memory layout (`Storage`)."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -159,7 +159,7 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def base_call(self, what: str, **storage: Any) -> tuple[AttentionInputs, Truth, Result]:
-        """Make the call of the case, and expect a right result. Return its tensors, the expected and the actual result."""
+        """Make the call of the case, and record an error if its output is wrong. Return (inputs, expected result, result)."""
         inputs = self.build(**storage)
         truth, result = inputs.truth(), self.call(inputs)
         self.expect_close(what, result, truth)
@@ -175,12 +175,12 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs`, with arguments replaced by those in `changes`. Compare its result with `expected`: within
-        the error bound of a `Truth`, or bit for bit with a `Result`. Return the result, or None if the call is refused, fails
-        or is not made.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error unless its result agrees
+        with `expected`: within the error bound of a `Truth`, or bit for bit with a `Result`. Return the result, or None if the
+        call is refused, fails or is not made.
 
-        If the implementation refuses the call, raise Unsupported if `needed`, else record the refusal. Unless `needed`, a call
-        over selected pages, selected entries or the keys of one rank is not made if FlashInfer excludes its arguments.
+        If the implementation refuses the call, raise Unsupported if `needed`, else record the refusal. In a case with selected
+        pages, selected entries or ranks, FlashInfer may not allow the changed arguments: such a call is made only if `needed`.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -198,12 +198,12 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make the call of `inputs` as `vary` does, and raise Unsupported if the implementation refuses it."""
+        """Make the call of `inputs` and check its result as `vary` does. Raise Unsupported if the call is refused."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a KernelError that the `with` block raises and, unless `needed`, an Unsupported. `what` names the call."""
+        """Record errors that the `with` block raises: KernelError and, unless `needed`, Unsupported. `what` names the call."""
         try:
             yield
         except Unsupported as refusal:
@@ -234,9 +234,9 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions, as an engine's attention backend calls them.
-        Arguments that have their default values are not passed. The object also has `prepare_<name>` for each function if the
-        implementation has the variant `form` of this function.
+        """Return an object with the implementation's attention functions, for the lab's engine code to call. Arguments that
+        have their default values are not passed. For each function `<name>` that the implementation has in the variant `form`,
+        the object also has `prepare_<name>`.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -253,7 +253,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features (named properties such as `kv_len`) of the next call. Errors are recorded with these features."""
+        """Return the features (named properties such as `kv_len`) of the next call. Its errors get these features."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -264,7 +264,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record that `what` was compared, and the sentences about its errors. `kind` is "memory", "metadata" or similar."""
+        """Record that `what` was compared, and sentences about its errors (`wrongs`). `kind` is "memory" or similar."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -280,8 +280,9 @@ class CaseRun:
     def expect_close(
         self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
     ) -> None:
-        """Expect that the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`. A relative
-        error up to `least_bound` is allowed. `kind` is "merged" if the lab merged the result from the results of several calls.
+        """Record an error unless the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`. A
+        relative error up to `least_bound` is allowed. `kind` is "merged" if the lab merged the result from the results of
+        several calls.
         """
         if result is None:
             return
@@ -294,11 +295,13 @@ class CaseRun:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
-        """Expect that `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no key."""
+        """Record an error unless `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no
+        key.
+        """
         self._compared(what, "LSE", compare_lse(lse, made(truth)))
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect that two outputs have the same bits. A `result` of None (its call failed) is not compared."""
+        """Record an error unless two outputs have the same bits. A `result` of None (its call failed) is not compared."""
         if result is not None:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)

@@ -174,9 +174,9 @@ def _built(node: ast.expr) -> Any:
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Merge the reports of all shards of a run into one report, with the worst verdict on each case. Commands that reproduce a
-    case name the file `out`, to which the caller writes the report. Raise ReportError unless `paths` are the reports of all
-    shards of one run, and each shard has ended.
+    """Merge the reports of all shards of a run into one report. A case that several shards judged gets the worst of its
+    verdicts. The caller writes the merged report to the file `out`, which the commands that reproduce a case name. Raise
+    ReportError unless `paths` are the reports of all shards of one run, and each shard has ended.
     """
     by_path = {path: read_record(path) for path in paths}
     _check_shards(paths, by_path)

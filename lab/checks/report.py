@@ -77,7 +77,9 @@ class Report:
     ranges: Ranges = field(default_factory=Ranges)  #: the parameter values that were judged
     ended: str = "the time was over"  #: a clause that says why cases were left out
     interrupted: bool = False  #: the user interrupted the run; `left_out` counts the remaining cases
-    narrowed: tuple[tuple[Interface, Ranges], ...] = ()  #: of functions that were judged again with what they accept
+    narrowed: tuple[
+        tuple[Interface, Ranges], ...
+    ] = ()  #: functions that were judged only on values that they support, and these values
     refusals: tuple[str, ...] = ()  #: names of the exceptions that count as refusals; () for the default list
     run: str = ""  #: a digest of everything that determines the verdicts; "" if the sources are unknown
     num_random: int = 0  #: number of random cases that were judged after the level's cases
@@ -134,7 +136,7 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data. Without `is_diagnosed`, omit the diagnosis and the coverage, which take a second."""
+        """Return the report as JSON data. Unless `is_diagnosed`, omit the diagnosis and the coverage, which take a second."""
         return {
             **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,

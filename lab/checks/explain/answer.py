@@ -19,14 +19,15 @@ SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a cas
 class NotJudged(NamedTuple):
     """A clause of a report that says which cases or parameter values a run did not judge, and why."""
 
-    full: str  # a clause that says what was not judged and because of whom
-    brief: str | None = None  # in the first line of a report; None: as `full`, "": not there
+    full: str  # such as "the kernel refused 3 cases"
+    brief: str | None = None  # the clause in a report's first line; None: `full`, "": no clause
 
 
 def answer(
     verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool, left_out: int = 0
 ) -> str:
-    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
+    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." The line agrees with the exit
+    status.
 
     If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged enough for
     an answer: all cases (at the quick level most of them) and each function.
@@ -131,7 +132,9 @@ def _broken(verdicts: Sequence[CaseVerdict]) -> int:
 def not_judged(
     verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str, profile: str = ""
 ) -> Iterator[NotJudged]:
-    """Yield a clause for each reason why cases or parameter values were not judged. `chosen_by` names the level of the run."""
+    """Yield a clause for each reason why cases or parameter values were not judged. `left_out` is a clause about cases that the
+    run left out, or "". `chosen_by` names the run's level, such as "the quick level".
+    """
     if left_out:
         yield NotJudged(left_out)
     several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged_functions(verdicts, "") else ()

@@ -111,7 +111,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return the features of this call of an engine's pass, with the lengths of its case, if it has them."""
+        """Return the features of this call of an engine's code, with its case's features and lengths in place of its own."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)
@@ -384,9 +384,8 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of a call that is about to be made, and record the call in `log`. Features of the call replace those
-    in `around`, the features of its case. If `lab.calls` refuses the arguments, the call adds only the features of
-    `CallLog.read`.
+    """Return the features of a call that is about to be made, and record the call in `log`. `around` has the features of its
+    case; the call's features replace them. If `lab.calls` refuses the arguments, only the features of `CallLog.read` are added.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

@@ -200,7 +200,9 @@ def _without_places(features: Features) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """The units that failure rules separate into wrong and right: requests of results, or results without compared requests."""
+    """The units that failure rules separate into wrong and right ones. A unit is one request of a compared result, or the whole
+    result if its requests were not compared separately.
+    """
 
     results: list[CaseResult]
     features: list[Features]  # of each unit
@@ -244,8 +246,9 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of kind `held` follow from errors of earlier kinds: a share `EXPLAINED` of the wrong `units` lies
-    inside the `regions` of these kinds. For "LSE", the output must also be wrong in most of the calls with a wrong LSE.
+    """Return True if errors of kind `held` follow from errors of kinds that come earlier in `HELD`: a share `EXPLAINED` of the
+    wrong `units` lies inside the `regions` of these kinds. For "LSE", the output must also be wrong in most calls with a wrong
+    LSE.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -265,7 +268,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of one kind of results, and the number of wrong results outside of all these regions."""
+    """Return the regions of the results of kind `held`, and the number of wrong results outside of all these regions."""
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
@@ -333,8 +336,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names the checks without an error of their own: in all wrong cases of such a
-    check, the first call is already wrong. A first call that fails does not count.
+    """Return for each function a sentence that names the checks without an error of their own: in each wrong case of such a
+    check, the case's first call is already wrong. A first call that fails, and returns nothing, is not counted as wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

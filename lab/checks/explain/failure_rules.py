@@ -21,7 +21,7 @@ from lab.checks.explain.features import FEATURES, feature_named
 MOST_RULES = 4
 FEW = 4  # wrong results: a rule for fewer has only literals that they support
 MOST_PAIRS = 150  # pairs of literals, the best ones, to which a third literal is added
-# Factors for the weight of a unit, tried in turn until a rule is found. The first is below 1, because units of one case
+# Factors for the weight of wrong units, tried in turn until a rule is found. The first is below 1, because units of one case
 # depend on each other. The last is above 1, so that a rule is found for few wrong units.
 WORTHS = tuple(2.0**power for power in range(-1, 5))
 MOST_WORTH_OF_LATER = 4  # the largest of these factors with which rules after the first are searched
@@ -75,11 +75,13 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without uncertain literals (tests of one feature). A rule for `FEW` or more wrong results has none.
+    """Return a rule without its uncertain literals (tests of one feature). If the rule holds for `FEW` or more wrong results,
+    return the whole rule.
 
-    A literal is uncertain if it excludes fewer than `FEW` results, and at most one literal per wrong result stays. But a
-    literal always stays if two cases prove it: a wrong one inside the rule, and a right one that lacks one of its parameter
-    values and fails this literal alone. `result_of`, int [units], has the result number of each unit.
+    A literal is uncertain if it excludes fewer than `FEW` results that the other literals hold for. Besides, at most as many
+    literals stay as the rule has wrong results. A literal always stays if two cases prove it: a wrong case inside the rule, and
+    a right case that has one parameter value less and fails only this literal. `result_of`, int [units], has each unit's
+    result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -107,10 +109,10 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices and weights of the compared results that are used to search for rules that separate wrong results from
-    right ones. If more than `MOST_UNITS` results are wrong, or right, every k-th of them is used, with k times the weight. k is
-    the smallest number that leaves at most `MOST_UNITS`. The n results of one case weigh sqrt(n + 8) together, and not n,
-    because they are not independent. The 8 makes cases with few results weigh nearly the same.
+    """Choose units (requests or results) in which rules are searched. Return (indices of the chosen units, their weights).
+
+    Of more than `MOST_UNITS` wrong units, or right units, every k-th is chosen, with k times the weight. All n units of one
+    case weigh sqrt(n + 8) together, and not n, because they are not independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -124,8 +126,9 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for failure rules. Units for which the same literals are true form a group. `holds` is bool [literals, groups].
-    `bad` and `good` are the weights of the wrong and right units in each group. `costs` has the bits of each literal.
+    """A search for failure rules. Units (requests or results) with the same true literals form a group. `holds` is bool
+    [literals, groups]. `bad` and `good` are the weights of the wrong and right units in each group. `costs` has the bits of
+    each literal.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -204,7 +207,7 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule of one condition for all wrong units, or () if it may exclude right ones by chance."""
+        """Return the cheapest rule of one condition for all wrong units, or () if right units may be outside by chance."""
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -263,8 +266,8 @@ def _bits(bad: Any, good: Any) -> Any:
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
     """Return the literals that hold for some but not all units, the units for which they hold (bool [literals, units]), and
-    their costs in bits. Of literals that hold for the same units, the cheapest is kept, and of equally cheap ones the first in
-    `FEATURES`.
+    their costs in bits. If several literals hold for the same units, the cheapest is kept. If several of these are equally
+    cheap, the first in `FEATURES` is kept.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}

@@ -137,7 +137,9 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Merge the features of requests into those of their call: a condition that is true for any request, the largest number."""
+    """Merge the features of requests into those of their call (`shared`). A condition is true if it is true for any request. A
+    number is the largest of all requests.
+    """
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -146,8 +148,9 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> tuple[list[int], list[int]]:
-    """Return steps at which intervals of numbers begin, and steps at which they end: all steps, or, of many, the first and the
-    last ones, those next above the powers of 2 and those at or below these powers, because kernels change their code there.
+    """Return the numbers for tests with ">=", and the numbers for tests with "<=". Up to `MOST_THRESHOLDS` steps, both are all
+    steps. Of more steps, the first list has the smallest one and the next one above each power of 2, and the second list has
+    the largest one and the next one at or below each power of 2, because kernels change their code at powers of 2.
     """
     if len(steps) <= MOST_THRESHOLDS:
         return steps, steps

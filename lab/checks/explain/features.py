@@ -277,8 +277,8 @@ class UnknownFeatureError(LookupError):
 
 
 def feature_named(name: str) -> CaseFeature:
-    """Return the feature with this name. A name such as "page_size=32", which is not in `FEATURES`, gives a condition: that
-    the parameter `page_size` of a case has this value. Raise UnknownFeatureError if no feature has the name.
+    """Return the feature with this name. If the name is not in `FEATURES` but is a parameter with a value, such as
+    "page_size=32", return a condition: that a case has this value. Raise UnknownFeatureError for any other name.
     """
     if name in FEATURES:
         return FEATURES[name]
