@@ -189,9 +189,9 @@ def is_mostly_declined(verdicts: Sequence[CaseVerdict]) -> bool:
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
     """Return `ranges` without the values that a kernel's function refuses; None if it accepts no call, or refuses no value.
 
-    For each value, make one call that differs only in this value from an accepted call: the call of a case in `taken`, or a
-    call with usual values. A value with which the call fails is kept, so that the failure is judged. `submit(check, case)`
-    submits a case for judging, and returns a function that waits for the judgement.
+    For each value, make one call that differs only in this value from an accepted call: the call of a case in `taken` (cases
+    that were accepted before), or a call with usual values. A value with which the call fails is kept, so that the failure is
+    judged. `submit(check, case)` submits a case for judging, and returns a function that waits for the judgement.
     """
     ranges = replace(ranges, dtypes=ranges.widened("dtypes"))
 

@@ -46,7 +46,7 @@ def judge_call(run: CaseRun) -> None:
 
 
 def judge_built(run: CaseRun, call: BuiltCall) -> None:
-    """Make a call, and judge its output and LSE. Expect that it changed no input and no memory around its output and LSE."""
+    """Make a call, and judge its output and LSE. Record an error if it changed an input, or memory around its output or LSE."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")

@@ -103,8 +103,9 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return the model with only the values that have a judged case, and the pairs and triples of these values that have none.
-    Return (None, []) if a parameter has no such value.
+    """Return (model, combinations) for judging combinations that were not judged. The model has only the values that have a
+    judged case; None if a parameter has no such value. The combinations are pairs and triples of these values without a judged
+    case.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -40,7 +40,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def has(self, goal: Values) -> bool:
-        """Return True if this part of the run must judge a combination of values. Exactly one part must judge it."""
+        """Return True if this part of the run must judge a combination of values. Each combination belongs to one part."""
         return self.count == 1 or zlib.crc32(repr(goal).encode()) % self.count == self.number - 1
 
     def part(self, items: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -205,8 +205,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, then for each other value a point with this value and, if the rules permit, defaults. Omit
-        the values that another part of the run judges (`shard`), except those of the axes `of_all`.
+        """Yield the default point, then for each other value a point with this value and, where the rules permit, default
+        values. Omit values that another part of the run judges (`shard`), except values of the axes `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -254,8 +254,9 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a point covers. If a point has values of `vacuous` or of
-        groups in `apart` (None: the groups of the model), it covers only the combinations with a value of each such group.
+        """Yield the values, pairs and declared triples of values that a point covers. A point covers all that it contains,
+        unless it has values of `vacuous` or of groups in `apart` (None: the model's groups). Then it covers only the
+        combinations that contain a value of each of these groups.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}
@@ -266,7 +267,9 @@ class Model:
 
     @functools.cached_property
     def _choosers(self) -> Callable[[frozenset[frozenset[str]]], list[Callable[[Mapping[str, Any]], Values]]]:
-        """Return functions that choose the pairs and triples with an axis of each of some sets of axes."""
+        """Return a function from sets of axes to getters. A getter reads a pair or a declared triple of values from a point.
+        There is a getter for each pair and each declared triple of axes that has an axis of every set.
+        """
         several = (*itertools.combinations(self.axes, 2), *self.triples)
 
         @functools.cache

@@ -85,6 +85,6 @@ def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Map
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return an undeclared value as one of the axis' type."""
+    """Convert a text that is not among the values of an axis (`declared`) to the type of these values."""
     first = next(iter(declared))
     return type(first)(value) if isinstance(value, str) and isinstance(first, DtypePair | HeadDims) else value

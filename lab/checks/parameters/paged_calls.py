@@ -118,8 +118,8 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set in `kv_lens` the numbers of keys of the requests that the configuration `of` makes the longest: `longest()` for the
-    first, third and so on, and half of it for those between.
+    """Set in `kv_lens` the keys of the requests that are the longest in the configuration `of`. The first, third and so on of
+    them get `longest()` keys, and the second, fourth and so on half as many.
     """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
@@ -178,7 +178,7 @@ def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
     """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has a random mask and, if possible,
-    sinks. `seed` is added to the seed of the data, and the requests have other pages if `moved`.
+    sinks. `seed` is added to the seed of the data. If `moved`, the requests have other pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
