@@ -234,9 +234,8 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions, for the lab's engine code to call. Arguments that
-        have their default values are not passed. For each function `<name>` that the implementation has in the variant `form`,
-        the object also has `prepare_<name>`.
+        """Return an object with the implementation's attention functions, for the lab's engine code to call. Default values of
+        arguments are not passed. The object also has `prepare_<name>` for each function that has the variant `form`.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -270,7 +269,6 @@ class CaseRun:
         self._note(what, kind, OutputComparison("; ".join(found)), call)
 
     def wrong(self, sentence: str) -> None:
-        """Record an error in the return value of the last call."""
         self.expect(RETURNED, [sentence], kind="other")
 
     def expect_unchanged(self, inputs: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -280,9 +278,8 @@ class CaseRun:
     def expect_close(
         self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
     ) -> None:
-        """Record an error unless the output, and the LSE in base 2 if there is one, are within the error bounds of `truth`. A
-        relative error up to `least_bound` is allowed. `kind` is "merged" if the lab merged the result from the results of
-        several calls.
+        """Record an error unless the output and, if there is one, the LSE in base 2 are within the error bounds of `truth`. A
+        relative error up to `least_bound` is allowed. `kind` is "merged" if the lab merged the results of several calls.
         """
         if result is None:
             return
@@ -295,9 +292,7 @@ class CaseRun:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
-        """Record an error unless `lse` is log2 of the softmax's denominator, including the sink; -inf for a row that sees no
-        key.
-        """
+        """Record an error unless `lse` is log2 of the softmax's denominator with the sink; -inf for a row that sees no key."""
         self._compared(what, "LSE", compare_lse(lse, made(truth)))
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:

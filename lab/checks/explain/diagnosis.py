@@ -247,8 +247,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
     """Return True if errors of kind `held` follow from errors of kinds that come earlier in `HELD`: a share `EXPLAINED` of the
-    wrong `units` lies inside the `regions` of these kinds. For "LSE", the output must also be wrong in most calls with a wrong
-    LSE.
+    wrong `units` is in the `regions` of these kinds. For "LSE", the output must also be wrong in most such calls.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False

@@ -127,8 +127,7 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 class _Search:
     """A search for failure rules. Units (requests or results) with the same true literals form a group. `holds` is bool
-    [literals, groups]. `bad` and `good` are the weights of the wrong and right units in each group. `costs` has the bits of
-    each literal.
+    [literals, groups]. `bad` and `good` are each group's weights of wrong and right units. `costs` has each literal's bits.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:

@@ -137,9 +137,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Merge the features of requests into those of their call (`shared`). A condition is true if it is true for any request. A
-    number is the largest of all requests.
-    """
+    """Merge the features of requests into `shared`: a condition that is true for any request, and the largest number."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():

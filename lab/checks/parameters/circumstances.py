@@ -69,8 +69,8 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     """Yield the groups of calls that a model permits; none for a metadata builder.
 
     There are four groups with one query row per request, and four with several rows:
-    1. A request has thousands of keys. At most `FEW` of the parameters in `DECISIVE`, which decide which keys a row sees, differ
-       from their default. All parameters in `OWN_CODE` have their default. A model without parameters of `OWN_CODE` has no group 1.
+    1. A request has thousands of keys. At most `FEW` of the parameters in `DECISIVE`, which decide which keys a row sees, have
+       other values than the default. The parameters in `OWN_CODE` have their default. A model without them has no group 1.
     2. As group 1, but the parameters in `OWN_CODE` may also differ from their default.
     3. A request has thousands of keys. At most `SEVERAL` parameters that are not in `DECISIVE` differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.

@@ -103,9 +103,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return (model, combinations) for judging combinations that were not judged. The model has only the values that have a
-    judged case; None if a parameter has no such value. The combinations are pairs and triples of these values without a judged
-    case.
+    """Return (model, combinations) to be tried again. The model has only the values that have a judged case; None if a
+    parameter has no such value. The combinations are pairs and triples of these values without a judged case.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -219,9 +219,7 @@ class Model:
         return (((name, value),) for name, values in self.axes.items() for value in values)
 
     def tuples(self, met: Collection[Values] = ()) -> Iterator[Values]:
-        """Yield the pairs and declared triples of values that this part of the run must cover, that break no rule, and that are
-        not in `met`.
-        """
+        """Yield the pairs and declared triples of values that this part of the run must cover, without those in `met`."""
         left = (goal for goal in self._goals() if goal not in met)
         return (goal for goal in left if self.shard.has(goal) and self.fits(dict(goal)))
 

@@ -71,7 +71,6 @@ class Configuration(Chosen):
 
     @functools.cached_property
     def without_seed(self) -> str:
-        """Return the `repr` of the configuration with the seed 0."""
         return f"Configuration({self.interface!r}, {self.non_default!r})"
 
     def __repr__(self) -> str:

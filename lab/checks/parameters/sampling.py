@@ -41,9 +41,7 @@ class DrawnPoint:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[DrawnPoint]:
-    """Yield random points of a model without end. At least `fewest` axes (None: all axes) have a random value, and the other
-    axes have their default.
-    """
+    """Yield random points without end. At least `fewest` axes (None: all) are random; the other axes have their default."""
     rng, names = random.Random(seed), list(model.axes)
     while True:
         point: Point = {}

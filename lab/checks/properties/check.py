@@ -22,8 +22,6 @@ QUICK_BUILDS = 8  # kernels that the quick level compiles: as many as there are 
 
 
 class Level(NamedEnum):
-    """How many cases a run of the judge has."""
-
     QUICK = "quick"  # the most informative cases, then the cases of SMOKE until the time is over
     SMOKE = "smoke"  # few cases
     FULL = "full"  # many cases
@@ -37,7 +35,7 @@ class Scope:
     ranges: Ranges  # the values that each parameter may have
     level: Level
     shard: Shard = WHOLE  # the part of a run on several machines; only K18 reads it
-    is_chosen: Callable[[Any], bool] = lambda _: True  # whether the run judges a case: a profile leaves out cases
+    is_chosen: Callable[[Any], bool] = lambda _: True  # False for a case that the run's profile leaves out
 
     @property
     def is_full(self) -> bool:

@@ -130,7 +130,7 @@ def block_sparse_cases(ranges: Ranges, q_lens: Sequence[int]) -> Iterator[Forwar
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield forward passes with an e4m3 query over an e4m3 or NVFP4 cache, as trtllm-gen and fmha_v2 need it."""
+    """Yield forward passes with an e4m3 query over an e4m3 or NVFP4 cache, the dtypes that trtllm-gen and fmha_v2 need."""
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
         (ForwardMode.DECODE, (1,) * 4),
@@ -171,7 +171,7 @@ def _first_dtypes(ranges: Ranges) -> dict[str, Any]:
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield forward passes that cover all pairs of settings, and some triples of settings (`triples`)."""
+    """Yield forward passes that cover all pairs of settings, such as model and page size, and some triples of settings."""
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
@@ -212,7 +212,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a forward pass. Expect the output that follows from the requests' K/V histories, and no write to other memory."""
+    """Run a forward pass. Expect the output that the requests' K/V histories give, and no write to other memory."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())

@@ -64,8 +64,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[AttentionCase]:
-    """Yield plainer variants of this check's plainest wrong case, or of that of all checks, if all cases of check K18 are right
-    or declined. They show the diagnosis which values and which requests matter.
+    """If cases are wrong, and none of check K18, yield variants of the plainest wrong case, if possible of K1. Each has one
+    plainer property, or fewer requests. The verdicts show the diagnosis which property makes a case wrong.
     """
     of_k18 = [verdict.outcome for verdict in verdicts if verdict.check == "K18"]
     wrong = [verdict for verdict in verdicts if verdict.outcome in BROKEN]

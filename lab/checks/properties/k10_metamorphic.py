@@ -89,7 +89,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with the same keys in pages of other sizes: each size in the ranges and, with 128, also `LARGE_PAGE`."""
+    """Yield the call with the same keys in pages of each size in the ranges. If 128 is one, add `LARGE_PAGE` (256)."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)

@@ -189,9 +189,9 @@ def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Ite
 
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that are simpler than the simplest wrong cases. If there is no new one, yield few cases that have the unusual
-    values of a simplest wrong case and together all values of the other axes. If no case of this check is wrong, yield cases
-    with the values of other checks' wrong results. All show the diagnosis which values matter.
+    """Yield cases that show the diagnosis which values make a case wrong: cases that are simpler than the simplest wrong cases.
+    If no such case is new, yield few cases that keep the unusual values of a simplest wrong case and together have all values
+    of the other axes. If no case of this check is wrong, yield cases with the values of other checks' wrong results.
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
@@ -227,7 +227,7 @@ def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configurat
 
 
 def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
-    """Return cases that have the values of a wrong case that are no defaults, and together all values of the other axes."""
+    """Return cases that keep the non-default values of a wrong case, and together have all values of the other axes."""
     model = _model(scope)
     if model.completed(wrong.non_default) is None:
         return []
@@ -237,8 +237,8 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return at most `MOST_SUBJECTS` cases, those with the fewest values that are no defaults. Of two cases, the second is left
-    out if it has such values wherever the first one has.
+    """Return the `MOST_SUBJECTS` cases with the fewest non-default values. Leave out a case if its non-default axes include
+    those of a simpler case in the result.
     """
     chosen = list[Configuration]()
     for case in sorted(cases, key=lambda case: len(case.non_default)):
@@ -248,8 +248,8 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield simpler variants of a wrong case's parameter values. A variant has a simpler value of one parameter; the last ones
-    combine the simpler values with which the case is still wrong.
+    """Yield simpler variants of a wrong case. Each has a simpler value of one parameter. If the variant's repr is in `wrong`,
+    because it was judged wrong, also yield the combination of all such values so far.
     """
     together = subject
     for axis in subject.point:

@@ -57,9 +57,9 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases of each function again, and yield the new verdicts. After the first case of a function, stop if
-    `is_over()` is true, unless the lab could not judge the cases so far. If the lab can judge none of a function's cases again,
-    the last verdict on this function is FAILED.
+    """Judge some right cases of each function again, and yield the new verdicts. If `is_over()` is true, one case of each
+    function is enough, unless the lab cannot judge it. If the lab can judge none of a function's cases, the last verdict is
+    FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = is_prevented = False

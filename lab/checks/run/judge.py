@@ -83,9 +83,9 @@ def judge(
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or open `Workers` with the same implementation and settings.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: seconds from the start after which no case is begun or, if this is later, `min(most_seconds, 8)`
-            from when the first worker is ready. A case that still runs 2 s after this end is left out. None: 17 at the
-            quick level, or `for_seconds` if that is more; no limit at other levels.
+        most_seconds: no case is begun later than this many seconds after the start (but at least 8 s after the first worker is
+            ready, if `most_seconds` is that long). A case that still runs 2 s later is left out. None: 17 at the quick level,
+            or `for_seconds` if that is more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the number of the level.
         refusals: the exceptions that count as refusals, or their names; None for those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.

@@ -180,7 +180,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return the verdict with the names of the engines that send its case, after noting whether it must end the run."""
+        """Record whether the verdict must end the run. Return it with the names of the engines that send its case."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
@@ -218,12 +218,12 @@ class CheckRun:
         return self._turns(self._planned(cases, is_divided=not rounds), rounds, samples)
 
     def rest(self) -> Waits:
-        """Judge the cases of the smoke level that are not planned yet, if the run's level is QUICK; else do nothing."""
+        """If the run's level is QUICK, judge the smoke level's cases that are not planned yet; else do nothing."""
         if self._run.report.level is Level.QUICK:
             yield from self._turns((), [self._of_smoke], ())
 
     def near(self) -> Waits:
-        """Judge the check's cases near the wrong cases of all checks, unless the run's level is QUICK."""
+        """Unless the run's level is QUICK, judge further cases, which resemble wrong cases of any check (`Check.nearby`)."""
         if (nearby := self._check.nearby) is None or self._run.report.level is Level.QUICK:
             return
         for _ in range(NEARBY_ROUNDS):
@@ -270,7 +270,7 @@ class CheckRun:
 
     def go_on(self, end: float) -> Waits:
         """Judge random cases until the time `end` of `time.monotonic`, or until `MOST_WRONG` different cases were wrong. Yield
-        the cases that run in workers (`in_turns`).
+        each case that a worker judges, so that `in_turns` can wait for it.
         """
         samples = self._shard.part(self._check.draw_on(self._scope, self.verdicts))
         wrong = set[str]()

@@ -82,7 +82,7 @@ def noted() -> Bindings:
 
 
 def note_current() -> None:
-    """Replace the record of `noted` if functions or settings have changed. Changes between two runs are not by a kernel."""
+    """Replace the record of `noted` if functions or settings have changed between two runs, when no kernel was running."""
     if not noted().is_current():
         noted.cache_clear()
         noted()

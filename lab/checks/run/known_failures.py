@@ -117,8 +117,8 @@ def some_request(is_so: Callable[[Any, int], bool]) -> Predicate:
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Predicate:
-    """Return a predicate that is true if `is_so(case, request)` is true for each request that the error sentence names. If the
-    sentence names no request, the predicate is false or, if `some_if_unnamed`, whether `is_so` is true for some request.
+    """Return a predicate that is true if `is_so(case, request)` is true for each request that the error sentence names. If it
+    names no request, the predicate is true only if `some_if_unnamed` is True and `is_so` is true for some request of the case.
     """
 
     def holds(case: Any, sentence: str) -> bool:

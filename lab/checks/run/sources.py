@@ -43,8 +43,8 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def digest_of_files(name: str) -> str:
-    """Return a digest of the source files in the folder of an implementation. Unlike that of `offer_of`, it is computed without
-    the implementation's code, which could return the digest of other sources.
+    """Return a digest of the source files in the folder of an implementation. Unlike `offer_of`, this function does not load
+    the implementation, whose code could return the digest of other sources.
     """
     source = source_of(name)
     files = [Path(each) for each in sorted(_sources_in(str(source.parent)))] if source else []

@@ -47,8 +47,8 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if it had written
-    before to its output or, by a torch operation, to another argument except the workspace.
+    """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if the implementation
+    wrote to its output before, or by a torch operation to another argument except the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -119,7 +119,7 @@ def invoke(
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError if this is something else."""
+    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError if it returned anything else."""
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
         raise KernelError(f"{name} returned {type(out).__name__}, not a tensor")

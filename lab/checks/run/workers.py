@@ -155,9 +155,7 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Call `work(*arguments)` in a process without the kernel's code, and return the judgement that it returns. An error
-        gives the outcome FAILED.
-        """
+        """Return the judgement of `work(*arguments)` in a process without the kernel's code. An error gives FAILED."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
