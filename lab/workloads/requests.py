@@ -81,7 +81,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write K and V of the requests' tokens (`histories`) to a cache, from the positions `first` (None: 0) on."""
+        """Write K and V of the requests' tokens (`histories`) to a cache, of request i from position ``first[i]`` or 0 on."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -113,8 +113,8 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0, to which padding rows
-    write. `swa_spare_pages` None: no sliding-window pool. `virtual_slots`: there are three virtual pages for each page.
+    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. If
+    `swa_spare_pages` is None, there is no sliding-window pool. With `virtual_slots` there are three virtual pages per page.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(

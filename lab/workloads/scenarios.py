@@ -107,7 +107,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass of a name like "decode/llama-3.1-8b/64q1s4k". `trace` None: the trace that the lab contains."""
+    """Return the forward pass of a name like "decode/llama-3.1-8b/64q1s4k". If `trace` is None, the lab's own trace is used."""
     with naming_scenario(name):
         mode, geometry_name, batch_text, options = _parts(name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)

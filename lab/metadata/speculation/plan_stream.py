@@ -89,7 +89,7 @@ class VerifyBackend(ABC):
         """Launch the building of the metadata, except what depends on the draft, without reading the device on the host."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft fills. None in place of a buffer: the draft uses its own."""
+        """Return ``[tree, positions]``, the buffers that the draft fills. If a buffer is None, the draft uses its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
@@ -249,7 +249,7 @@ class CapturedVerify(VerifyBackend):
     """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
 
     `attention`, TRT-LLM MHA or MLA, allocates the metadata buffers. `mask` is a buffer for the decode call's packed mask (see
-    `PlannedVerify`) of ``max(batch_sizes)`` requests. None: rows are causal, as with MLA, whose kernel takes no mask.
+    `PlannedVerify`) of ``max(batch_sizes)`` requests. If `mask` is None, rows are causal. MLA's kernel takes no mask.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class CapturedVerify(VerifyBackend):
 
 class ChainVerify(CapturedVerify):
     """Plans the verification of chains (top-k 1). Query rows are causal, so no part of the plan depends on the draft. SGLang's
-    draft fills `verify_mask` while it builds a tree, but no kernel reads it; None: the draft allocates one.
+    draft fills `verify_mask` while it builds a tree, but no kernel reads it. If it is None, the draft allocates one.
     """
 
     fix_up = FixUp.NONE

@@ -60,8 +60,8 @@ def verify_mask_cells(
     seq_lens_sum: int | None = None,
 ) -> int:
     """Return the number of cells, of one byte each, in the bool mask of one verification of d = ``num_draft_tokens``: for FULL
-    ``d * seq_lens_sum + batch_size * d * d``, and ``batch_size * d * d`` for QLEN_ONLY. `seq_lens_sum` None: every request has
-    ``max_context_len`` tokens.
+    ``d * seq_lens_sum + batch_size * d * d``, and ``batch_size * d * d`` for QLEN_ONLY. If `seq_lens_sum` is None, every
+    request has ``max_context_len`` tokens.
     """
     sizes = {
         "batch_size": batch_size,

@@ -205,7 +205,7 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the forward pass `case`. `build_metadata` None: the backend's method. Cells without a token hold huge values."""
+    """Build the forward pass `case`, with the lab's metadata if `build_metadata` is None. Unused cells hold huge values."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     heads, sides = (model.num_qo_heads, model.num_kv_heads), (model.head_dim, model.head_dim)

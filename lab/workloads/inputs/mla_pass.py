@@ -122,7 +122,7 @@ def mla_truth(
 ) -> Truth:
     """Return the expected results of the query rows, [num_rows, num_qo_heads, head_dim]. `histories` have the entries that each
     request's last row sees. `selected`, [num_rows, top_k], has the positions, or for DeepSeek-V4 the groups, that each row
-    selects. None: rows see all entries up to their own token.
+    selects. If `selected` is None, rows see all entries up to their own token.
     """
     entries = [history[0] for history in histories]
     if selected is not None:
@@ -156,7 +156,7 @@ def _selected_entries(
 
 
 def build_mla_pass(case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata | None = None) -> MLAPass:
-    """Build the forward pass `case`. `build_metadata` None: the lab's function. Cells without a token hold huge values."""
+    """Build the forward pass `case`, with the lab's metadata if `build_metadata` is None. Unused cells hold huge values."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     widths = [width for (width,) in case.token_shapes]
     query, drawn = draw_histories(case, generator, limits_of(case), case.num_qo_heads, 1, widths, case.softmax_scale)
