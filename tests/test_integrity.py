@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lab.integrity
 import lab.references.errors
 import lab.workloads.inputs.contents
 from lab.calls.problem import AttentionCall, AttentionProblem
@@ -35,10 +36,12 @@ from lab.workloads.inputs.expected import SavedTensor, made
 
 
 @pytest.fixture(scope="module", autouse=True)
-def noted() -> Bindings:
+def noted() -> Iterator[Bindings]:
     """What is noted of all that the judge loads; each change of it is taken back."""
     checks()
-    return bindings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab.integrity, "_overloads", lab.integrity._overloads.__wrapped__)
+        yield bindings()
 
 
 def replaced_code() -> Any:

@@ -1,6 +1,8 @@
 """Pairs that occur in declined cases alone are judged again in smaller ones."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +166,16 @@ def test_where_k18_is_right_k1_has_plainer_cases() -> None:
 
 def test_the_judge_judges_cases_near_a_wrong_one() -> None:
     function = MetadataFunction.DRAFT_KV_INDICES
-    report = judge(
-        kernel("late_tokens_missing").implementation(), level="smoke", functions=[function.value], **SETTINGS
-    )
-    fixed = [repr(case) for case in CHECK.cases(function, SMALL, Level.SMOKE)]
-    cases = [repr(verdict.case) for verdict in report.verdicts]
-    assert cases[: len(fixed)] == fixed
-    assert len(fixed) < len(cases) == len({*cases})
+    fixed = Configuration(function, {"prefixes": 4100, "dtypes": "int32 pages"})
+
+    def nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Any]:
+        return islice(CHECK.nearby(scope, verdicts), 2 if len(verdicts) == 1 else 0)
+
+    few = replace(CHECK, fixed=lambda _: [fixed], more={Level.SMOKE: ()}, nearby=nearby)
+    settings = SETTINGS | {"only": [few], "level": "smoke", "functions": [function.value]}
+    report = judge(kernel("late_tokens_missing").implementation(), **settings)
+    cases = [verdict.case for verdict in report.verdicts]
+    assert [case.non_default for case in cases] == [fixed.non_default, {"prefixes": 4100}, {"dtypes": "int32 pages"}]
 
 
 def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_path: Path) -> None:
