@@ -27,6 +27,11 @@ def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
     return lambda row: number(row.facts.get(key), digits, scale)
 
 
+def _positive(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
+    """Return a function that makes a cell with a fact, or a dash if the fact is 0: a kernel that only copies has no FLOP."""
+    return lambda row: number(row.facts.get(key) or None, digits, scale)
+
+
 def _word(key: str) -> Callable[[Row], Cell]:
     return lambda row: words(row.facts.get(key))
 
@@ -59,13 +64,13 @@ GPU_COLUMNS: Columns = {
     ),
     "IQR, %": lambda row: number(row.iqr_percent, 1),
     "GB/s": _noted(_fact("bandwidth_gbps", 0), _fact("bandwidth_percent", 0), " %"),
-    "TFLOP/s": _noted(_fact("rate_tflops", 1), _fact("matrix_rate_percent", 0), " %"),
+    "TFLOP/s": _noted(_positive("rate_tflops", 1), _positive("matrix_rate_percent", 0), " %"),
     **SETTINGS,
     "requests": _fact("requests", 0),
     "query tokens": _fact("query_tokens", 0),
     "keys": _fact("kv_tokens", 0),
     "MB": _fact("bytes_moved", 1, 1e-6),
-    "GFLOP": _fact("operations", 1, 1e-9),
+    "GFLOP": _positive("operations", 1, 1e-9),
     "launches": _fact("launches", 0),
     "host, µs": _fact("host_us", 1),
     "plan, µs": _fact("plan_us", 1),

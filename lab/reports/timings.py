@@ -15,12 +15,13 @@ from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sor
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
 NOTES = (
-    "*Median* and *IQR* (interquartile range) are over the samples of a row.",
-    "The floor, and the percentages of GB/s and TFLOP/s, are computed with the measured ceilings of this run. A kernel "
-    "that only reads can exceed the measured bandwidth. A matrix product in e4m3 can exceed the measured bf16 rate.",
+    "The columns *median* and *IQR* (interquartile range) are computed from the samples of a row.",
+    "A *ceiling* is the highest rate that a large copy or matrix product reached in this run. The floor, and the percentages "
+    "of GB/s and TFLOP/s, are computed with the measured ceilings. A kernel that only reads can exceed the measured "
+    "bandwidth. A matrix product in e4m3 can exceed the measured bf16 rate.",
     "L2 is *cold by rotation* if each call has its own buffers, or if the buffers of one pass are larger than L2.",
     "*Host time* is the time of Python and of the launches of one call, including checks of arguments. If an implementation "
-    "prepares calls, the host time is the time of a prepared call.",
+    "prepares calls (checks arguments once for many calls), the host time is the time of a prepared call.",
 )
 
 
@@ -35,7 +36,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
         ]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
     for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
-        common = "; ".join(f"{heading} {text}" for heading, text in table.common)
+        common = "; ".join(f"{heading} = {text}" for heading, text in table.common)
         blocks += [f"## {table.caption}", *([f"In all rows: {common}."] if common else ()), markdown_of(table)]
     return "\n\n".join(blocks) + "\n"
 

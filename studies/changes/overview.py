@@ -25,18 +25,20 @@ METHOD = (
     "page links."
 )
 RULES = (
-    "A statement *holds* at a point if the change makes the time shorter. A statement *does not hold* at a point if the change "
-    "makes the time longer. Otherwise, the statement *is undecided* at this point.",
-    f"A time is shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is "
-    f"entirely more than {INTERLEAVED.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees. The rule for "
-    "a longer time is the same in the other direction. If a recording has no samples, the confidence interval is computed from "
-    "the quartiles.",
-    "If a change claims that it saves a number of microseconds, this number is added to the time with the change.",
-    "If a profile and the host's clock timed a point, a statement holds only if each of the two clocks confirms the statement. "
-    "The tables have the profile's times.",
+    "A *point* is a combination of settings at which times were measured, such as 4 requests of 1,024 keys and 16 query rows. "
+    "The statement that a change saves time *holds* at a point if the time with the change is shorter, *does not hold* if the "
+    "time with the change is longer, and *is undecided* in all other cases.",
+    f"A time counts as shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is "
+    f"entirely more than {INTERLEAVED.minimum_effect_percent:g} % below 1, and a rank test of the samples agrees. A time "
+    f"counts as longer if the confidence interval is entirely more than {INTERLEAVED.minimum_effect_percent:g} % above 1, and "
+    "the rank test agrees. If a recording has no samples, the confidence interval is computed from the quartiles.",
+    "If a change claims to save a number of microseconds, this number is added to the time with the change before the times "
+    "are compared.",
+    "If a profile and the host's clock timed a point, a statement holds at this point only if both clocks confirm the "
+    "statement. At these points, the column *saved, µs* has the saving in the profile.",
     "`a → b` is the median time without a change and the median time with the change.",
     "Statements with the note *(not claimed)* do not count in the verdict on a change.",
-    "*Day* is the day of a file's commit, because recordings have no date.",
+    "The column *day* has the day on which the file was committed, because recordings have no date.",
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or is undecided, at")
 POINTS = ("point", "the statement", "without the change → with the change")
@@ -133,10 +135,10 @@ def _recording(found: RecordedFile, folder: Path) -> list[str]:
 
 def _aspect(aspect: Aspect) -> list[str]:
     aside = "" if aspect.of_claim else " (not claimed)"
-    head = f"**{aspect.statement}**{aside}"
+    head = f"**{aspect.statement.removesuffix('.')}**{aside}"
     if not aspect.observations:
-        return [f"{head} {_sentence(NOT_RECORDED)}"]
-    blocks = [f"{head} This statement {aspect.verdict}."]
+        return [f"{head}: {NOT_RECORDED}."]
+    blocks = [f"{head}: this statement {aspect.verdict}."]
     blocks += [markdown_of(table_of_lines(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()]))]
     listed = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
@@ -148,8 +150,8 @@ def _aspect(aspect: Aspect) -> list[str]:
 def _points(observations: Sequence[Observation]) -> list[str]:
     figures = {(each.standing, each.figures) for each in observations}
     if len(figures) == 1 and len(observations) > 1:
-        ((standing, text),) = figures
-        return [f"The statement {standing.value} at each of {len(observations)} points: {text}."]
+        ((_, text),) = figures
+        return [f"Measured at each of the {len(observations)} points: {text}."]
     lines = [(each.where, each.standing.value, each.figures) for each in observations[:MOST_NAMED]]
     if (left := len(observations) - MOST_NAMED) > 0:
         lines.append((f"and {left} more", "", ""))

@@ -45,9 +45,9 @@ def _left_out(recording: Recorded) -> tuple[str, ...]:
 
 def _mla_sentence(row: RecordedRow, single_us: float) -> str:
     return (
-        f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
-        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, and the decode call of one row "
-        f"{microseconds(single_us)} µs."
+        f"The MLA decode call of {row['kernel']} for {row['requests']} requests of {row['kv_len']:,} keys with {row['heads']} "
+        f"heads takes {microseconds(row['median_us'])} µs with {row['q_len']} query rows per request, and "
+        f"{microseconds(single_us)} µs with one query row."
     )
 
 

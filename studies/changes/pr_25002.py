@@ -90,7 +90,8 @@ CHANGE = Change(
     "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and does not need the top-k over the logits of all rows. "
     "The lab measures how much time the graph saves, and how much time the top-k takes.",
     "description of sgl-project/sglang#25002",
-    "How much sooner does a draft extend V2 end in a graph than eagerly, and how much time do rows take that no worker reads?",
+    "How much sooner does a draft extend V2 end in a CUDA graph than in an eager pass, and how much time does a top-k take "
+    "whose result no worker reads?",
     "draft_extend_graph",
     judge_draft_extend_graph,
 )

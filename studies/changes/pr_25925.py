@@ -21,7 +21,7 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
         ),
     }
     aside = {
-        "Planning a tree's verify during the draft, before its mask is written, makes the iteration shorter.": _planned(
+        "Planning a tree's verify during the draft, before the tree's mask is written, makes the iteration shorter.": _planned(
             variants, "after the inputs", "trees"
         ),
         "A plan on a second stream after the draft, as in SGLang 0.5.11, 0.5.12 and 0.5.23, makes the iteration shorter.": (
@@ -32,7 +32,7 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     setting = (
         "The timed loop makes speculative iterations. Kernels of a fixed time simulate the draft and the target model, with "
         f"{counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens "
-        f"and pages of {first['page_size']}. A time was recorded only if verify got right metadata before and "
+        f"and pages of {first['page_size']} tokens. A time was recorded only if verify got right metadata before and "
         "after the samples."
     )
     return Answer(
@@ -74,7 +74,8 @@ CHANGE = Change(
     "TRT-LLM MHA's verify metadata does not depend on the draft, so metadata planned on a second stream need not be "
     "written again after the draft. The lab also measures whether the plan stream makes the iteration shorter.",
     "description of sgl-project/sglang#25925; off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
-    "Is no metadata written again after the draft, and when does a plan during the draft make an iteration shorter?",
+    "If a second stream writes the verify metadata during the draft, is the metadata still right after the draft, and does an "
+    "iteration become shorter?",
     "plan_stream",
     judge_plan_stream,
 )

@@ -90,15 +90,17 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     first, some = (sum(test(record["named_by"]) for record in found) for test in (lambda by: 0 in by, bool))
     share = [f"{count} ({count / max(len(found), 1):.1%})" for count in (first, some)]
     return (
-        f"The judge found {len(found)} of {len(records)} mutants wrong. The first region of the diagnosis names the trigger of "
-        f"{share[0]} of the found mutants. One of the regions names the trigger of {share[1]} of the found mutants."
+        f"The judge found {len(found)} of {len(records)} mutants (kernels with one deliberate defect) wrong. For {share[0]} of "
+        "the found mutants, the first rule of the judge's diagnosis names the inputs that make the mutant wrong. "
+        f"For {share[1]} of the found mutants, one of the rules of the judge's diagnosis names the inputs that make the mutant "
+        "wrong."
     )
 
 
 LEGEND = (
-    "A *mutant* is a kernel with one deliberate defect. The *trigger* of a mutant is the feature of a case that makes the "
-    "mutant's result wrong. A *region* of a diagnosis is a rule that separates wrong results from right results. The column "
-    "*named by* says which region names the trigger: the first region, a later region, or none."
+    "The *trigger* of a mutant is the feature of a case that makes the mutant's result wrong. A *region* of the judge's "
+    "diagnosis is a rule that separates wrong results from right results. The column *named by* says which region "
+    "of the diagnosis names the mutant's trigger: the first region, a later region, or none."
 )
 
 

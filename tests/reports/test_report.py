@@ -110,9 +110,21 @@ def test_settings_that_differ_get_a_column(tmp_path: Path) -> None:
         "| graph, L2 warm | 64 |",
     ]
     (common,) = lines_with(text, "In all rows")
-    assert "; dtype bfloat16; K/V dtype bfloat16; " in common
+    assert "; dtype = bfloat16; K/V dtype = bfloat16; " in common
     assert "page size" not in common
     assert len(lines_with(text, "graph, L2 warm: ")) == 1
+
+
+def test_a_kernel_without_operations_has_no_rate_of_the_matrix_units(tmp_path: Path) -> None:
+    copies = entry(operations=0, rate_tflops=0.0, matrix_rate_percent=0.0)
+    alone, both = (
+        report_markdown(run_of(tmp_path, rows)).split("## GPU time")[1]
+        for rows in ([copies, copies], [copies, entry(page_size=32)])
+    )
+    assert "FLOP" not in alone
+    assert "TFLOP/s" in both
+    assert "0.0" not in both
+    assert "(0 %)" not in both
 
 
 def test_throttled_rows_are_marked_and_named(tmp_path: Path) -> None:
