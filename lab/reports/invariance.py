@@ -44,10 +44,12 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
         cases = [smallest for each in row if (smallest := each.smallest(answer))]
         for verdict in sorted(cases, key=lambda verdict: sum(verdict.case.kv_lens))[:1]:
             most = max(verdict.judged.differences, key=lambda each: each.ulps, default=None)
-            why = verdict.reason if answer is Answer.WRONG or most is None else f"{most.what}, {most.ulps:.3g} ulp"
+            why = verdict.reason
+            if answer is Answer.WITHIN and most is not None:
+                why = f"output bits differ by up to {most.ulps:.3g} ulp with {most.what}"
             yield f"{names}, {answer.value}: {shortened(why, SHOWN_CHARACTERS)}"
             lens = (joined([*map(str, each)]) for each in (verdict.case.kv_lens, verdict.case.q_lens))
-            yield f"    {' keys and '.join(lens)} rows: {reproduction(verdict)}"
+            yield f"    reproduce with requests of {' keys and '.join(lens)} rows: {reproduction(verdict)}"
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
