@@ -162,7 +162,7 @@ FACTORS = (
     _factor("page-order", "which pages hold the keys", lambda run, _: iter([other_pages(run)]), PAGED_CALLS),
     _factor("page-size", "the number of tokens in a page", lambda run, _: page_sizes(run), PAGED_CALLS),
     _factor("rows-per-call", _ROWS_PER_CALL, lambda _, inputs: chain(single_rows(inputs), halves(inputs))),
-    _factor("cuda-graph", "an eager call, or a replay of its CUDA graph", _graphs),
+    _factor("cuda-graph", "whether the call is eager, or replayed in a CUDA graph", _graphs),
     _factor("workspace", "the contents of the workspace", _workspaces),
     _factor("repeated-runs", _REPEATED, _repeats),
     _factor("tactic", "the backend, and the other arguments that select one of several kernels", _tactics, DECODES),

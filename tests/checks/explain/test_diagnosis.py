@@ -349,7 +349,7 @@ def test_a_measured_record_says_which_region_names_the_trigger() -> None:
     record = record_of("branch_pages_ignored")
     assert record["named_by"] == [0]
     assert "page_size >= 16 and topk >= 2" in record["regions"][0]
-    assert "names the trigger of 1 (100.0%)" in markdown([record])
+    assert "For 1 (100.0%) of the found mutants, the first rule of the judge's diagnosis names" in markdown([record])
 
 
 def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
