@@ -258,8 +258,9 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Compare an output and LSE of a call with float64 attention, by the judge's bounds. Requests with non-finite keys are left
-    out. `arithmetic` is the dtype of the low-precision attention that determines the bound; None is the dtype of the query.
+    """Return what is wrong with an output and LSE of a call, compared with float64 attention by the judge's bounds; None if
+    nothing is. Requests with non-finite keys are left out. `arithmetic` is the dtype of the low-precision attention that
+    determines the bound; None is the dtype of the query.
     """
     try:
         truth = truth_of_problem(call.problem(), arithmetic)

@@ -83,7 +83,7 @@ def gpu() -> str:
 
 
 def write(folder: Path, call: RecordedCall) -> Path:
-    """Write a call to a new file in a folder and return its path. The file gets its name when complete. Waits for the GPU."""
+    """Write a call to a new file in a folder and return its path, after waiting for the GPU. The file is never incomplete."""
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     function = call.function.value

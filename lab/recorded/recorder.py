@@ -52,7 +52,7 @@ class Triggers:
     #: `layer_name`, of a caller's local variable `layer`, `module` or `self`.
     layers: tuple[int, ...] = ()
     from_s: float = 0.0  #: record calls from this number of seconds after the start of the recorder on
-    until_s: float = math.inf  #: and until this number of seconds
+    until_s: float = math.inf  #: record calls until this number of seconds after the start of the recorder
     longest: int = 0  #: record calls whose longest request has at least this number of keys
     non_finite: bool = False  #: record calls with NaN or infinity in the output. Checking the output waits for the GPU.
     #: if not 0, it replaces `every`: one call at random among each `shadow` calls is judged at once on its device, and recorded

@@ -27,8 +27,8 @@ def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
     """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. Raises RecordingError
-    if the program cannot express an argument. `fault` is what is wrong with the result; None if it is right, or if this is not
-    known. `versions` has the GPU's name by "GPU", and the version of each package. `called` is the module or file whose
+    if the program cannot express an argument. `fault` is what is wrong with the result; None if the result is right or was not
+    judged. `versions` has the GPU's name by "GPU", and the version of each package. `called` is the module or file whose
     function was called; "" if no call was made, and `fault` is about the recorded result.
     """
     saved: dict[str, Tensor] = {}
@@ -44,7 +44,7 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return the text of `repro.py`; see `write_repro`. Tensors that are too long for it are added to `saved`, by name."""
+    """Return the text of `repro.py`; see `write_repro`. Tensors that are too long for this text are added to `saved`."""
     problem = call.problem()
     is_fault = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)
     raises = f"type(error).__name__ == {fault.error!r}" if fault is not None and fault.error else is_fault

@@ -36,9 +36,9 @@ def shrunk(
     RecordingError if the call cannot be shrunk.
 
     `find` returns the fault of a call: `recorded_fault`, which judges its recorded output, or a partial of `fault_by_calling`.
-    With `recorded_fault`, a call without an output is not shrunk. `synthetic` replaces all contents by random values at the
-    end, even if the result is then right; the fault is then None if `find` is `recorded_fault`, because there is no output for
-    the new contents.
+    With `recorded_fault`, a call without an output is not shrunk. If `synthetic`, replace all contents by random values at the
+    end, even if the result is then right. With `recorded_fault`, the returned fault is then None, because the new contents have
+    no output.
     """
     call.refuse_unsupported("shrunk")
     try:
@@ -166,7 +166,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without pages that the call does not read: renumbered by the page table, and in the old order."""
+    """Yield variants without the pages that the call does not read: pages in the page table's order, then in the old order."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page

@@ -21,7 +21,7 @@ class RecordedInputs:
 
     problem: Problem
     histories: Sequence[tuple[torch.Tensor, torch.Tensor]]  #: K and V of all requests
-    pages: Sequence[int] | None = None  #: the engine's id of each page of the problem's cache; None: they are the same
+    pages: Sequence[int] | None = None  #: the engine's id of each page of the problem's cache; None: the problem's ids
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
@@ -96,7 +96,7 @@ class RecordedInputs:
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return which keys of a request each row sees, bool [q_len, kv_len]. If rows select entries, these are the keys."""
+    """Return which keys of a request each row sees, bool [q_len, kv_len]. If rows select entries, each key is an entry."""
     keys, shown = torch.arange(kv_len, device=problem.query.device), None
     if isinstance(problem, PagedAttention):
         if problem.selected is not None:

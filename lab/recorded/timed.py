@@ -28,7 +28,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 
 def sizes_of(problem: Problem) -> SimpleNamespace:
-    """Return the sizes of a problem, on the CPU. If rows select entries, a request's distinct entries are its keys."""
+    """Return a problem's sizes, such as `bytes_moved`. If rows select entries, a request's keys are its distinct entries."""
     q_lens, kv_lens = problem.q_lens(), num_keys(problem)
     visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
     seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]

@@ -207,7 +207,7 @@ def _reasons(rows: Sequence[RowComparison], shared: Iterable[str]) -> Iterator[s
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Divide the rows of the only run: return the rows whose field `key` has the first value, and those with the second."""
+    """Return two groups of the only run's rows: rows whose field `key` has the first of `values`, and rows with the second."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -263,9 +263,9 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
-    """Compare the time samples of two sides. The verdict becomes UNSURE if a limit of the GPU, such as its power limit, may
-    explain it: SLOWER if a limit slowed the GPU on the side `after`, FASTER if on the side `before`, and SAME if on any side
-    and the SM clocks differ.
+    """Compare the time samples of two sides. A verdict becomes UNSURE if a limit of the GPU, such as its power limit, may
+    explain it: SLOWER if a limit slowed the GPU on the side `after`; FASTER if a limit slowed it on the side `before`; SAME if
+    a limit slowed it on either side and the SM clocks of the sides differ.
     """
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}

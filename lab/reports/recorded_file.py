@@ -62,7 +62,7 @@ class RecordedFile:
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the environment, such as that of fact("packages", "torch"); None if there is none."""
+        """Return a value of the recorded environment, such as fact("packages", "torch"); None if it was not recorded."""
         return value_at(self.environment, keys)
 
 
@@ -113,7 +113,7 @@ class NotComparableError(ValueError):
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the environment fields that reports show, by heading: the keys that lead to the field, the outermost first."""
+    """Return which fields of the environment reports show: for each heading the field's keys, such as ("packages", "torch")."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 

@@ -82,12 +82,12 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell that shows a value as text, or a dash for None and "". `style` is as in `Cell`."""
+    """Return a cell that shows a value as text, or a dash for None and "". `style` has names of styles, such as "slower"."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell with `value * scale`: with `digits` decimals, or for None with `SHOWN_DIGITS` significant digits."""
+    """Return a cell that shows `value * scale` with `digits` decimals; None: with `SHOWN_DIGITS` significant digits."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value

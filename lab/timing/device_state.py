@@ -24,7 +24,9 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU's state while work ran on it; empty if NVML has none. `throttled_by` None: unknown."""
+    """Readings of a GPU's state while work ran on it; the lists are empty if NVML has no readings. `throttled_by` has the
+    reasons for reduced clocks; None if they are not known.
+    """
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)
@@ -53,7 +55,7 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Add reasons for reduced clocks. An empty set says that the clocks were not reduced."""
+        """Add reasons for reduced clocks to `throttled_by`. An empty set says that the clocks were not reduced."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
@@ -65,7 +67,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield a `DeviceState`, to which the limits that reduced the clocks during the block are added when the block ends."""
+    """Yield a `DeviceState`. When the `with` block ends, add the limits that reduced the GPU's clocks during the block."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state

@@ -87,11 +87,12 @@ def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
     """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples. All
-    read the same tensors. The field `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which precedes the
-    samples.
+    implementations read the same tensors. The field `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which
+    is not part of the samples.
 
     Return for each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
-    prevented it: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
+    prevented the measurement: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
+    implementation's code.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))

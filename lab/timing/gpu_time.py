@@ -63,7 +63,7 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of one call's GPU time, with the conditions of the measurement. Raises ValueError unless all are positive."""
+    """Samples of one call's GPU time, with the conditions of the measurement. Raises ValueError for a sample of 0 or less."""
 
     samples_us: tuple[float, ...]  #: time per call; one sample is one replay, or one eager call for the events clock
     method: Method
@@ -115,9 +115,10 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. `seed`
-    repeats the tensors' contents of an earlier measurement. Raises WrongWorkError for wrong results or a time that cannot be
-    right, ValueError if the method cannot time a call, and RuntimeError if the call cannot be captured or recorded.
+    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. With the
+    `seed` of an earlier measurement, the tensors get the contents of this measurement again. Raises WrongWorkError for wrong
+    results or a time that cannot be right, ValueError if the method cannot time a call, and RuntimeError if a call cannot be
+    captured or recorded.
     """
     staged = {}
     for name, work in works.items():
@@ -153,8 +154,9 @@ def measure_staged(
     """Measure staged calls as `measure_interleaved` does. Return the time of each call, or its error.
 
     Between two samples of a call, all its buffers (copies of its tensors) get new queries and lengths, some buffers get new K,
-    V and pages, and outputs are filled with NaN. Results are checked after the last sample of all calls: after each sample some
-    results of one buffer, after the last sample some results of every buffer and all results of one buffer.
+    V and pages, and outputs are filled with NaN. After each sample, some results of one buffer are kept. After the last sample
+    of a call, all results of one buffer and some results of every other buffer are kept. The kept results are checked after the
+    last sample of all calls.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")

@@ -43,7 +43,9 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. GRAPH's events add about 2 µs per replay. Raises ValueError for a pair in `_REFUSED`."""
+    """How a GPU time is measured. The two events of GRAPH add about 2 µs per replay. Raises ValueError for a clock that cannot
+    be used with the state of L2 (`_REFUSED`).
+    """
 
     clock: Clock
     l2: L2

@@ -102,8 +102,8 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Replay a graph that fills each call's output with NaN right before the call. Then check the result of one late call: it
-    is wrong if an earlier call computed it.
+    """Detect a kernel that computes the results of later calls in an earlier call of a graph. Replay a graph that fills each
+    call's output with NaN right before the call, and check the result of one late call.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -127,7 +127,7 @@ def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
 
 
 class TooSmallError(ValueError):
-    """The call moves too few bytes to make L2 cold by rotation."""
+    """The call moves too few bytes: too many copies of its tensors would be needed to make L2 cold by rotation."""
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:

@@ -130,9 +130,9 @@ def compare_samples(
 
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
-    """Compare recorded times, by `compare_samples` if both have samples. Without samples the interval is that of the ratio if
-    each time lies between its quartiles; for normal samples it is as wide as the 99 % interval of 11 samples a side. Medians
-    alone give UNSURE.
+    """Compare recorded times, by `compare_samples` if both have samples. If both have only quartiles, the interval of the
+    effect goes from the lower quartile of `after` over the upper one of `before` to the upper over the lower one. For normal
+    samples, it is as wide as the 99 % interval of 11 samples a side. If one has only a median, the verdict is UNSURE.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)

@@ -33,7 +33,9 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this call on copies of its tensors, which share memory as these do, or on set `number` of its `redraw`."""
+        """Return this call on other tensors: on set `number` of the inputs of `redraw`, or if `redraw` is None on copies of all
+        tensors. Copies share memory with each other where the originals do.
+        """
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}

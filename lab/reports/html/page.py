@@ -27,7 +27,9 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return a page that shows the recorded `files` and the Markdown files in `folder`. Raises RecordedFileError."""
+    """Return a page that shows the recorded `files` and the Markdown files in `folder`. Raises RecordedFileError if the content
+    of a file has another form than the lab writes.
+    """
     try:
         return _rendered(folder, files)
     except RecordedFileError:

@@ -77,7 +77,9 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with one panel per name. Each panel has one horizontal lane per entry of `lanes`, the first at the top."""
+    """Make a figure with one panel per name. Each panel has one horizontal lane per entry of `lanes`, the first at the top. The
+    x axes go from 0 to `end`, and `across` is their label.
+    """
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -119,7 +121,7 @@ def few_ticks(axes: Axes) -> None:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add a legend below the panels, with the entries `keys` and `more`. `keys` of None stands for all labels in the panels."""
+    """Add a legend below the panels, with the entries `keys` (None: all labels in the panels) and `more`."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:
