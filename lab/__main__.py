@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status, and this function does not return.
 
     Returns:
-        `ExitStatus.MISUSED` (2) if a package of one of the extras is missing, or a file or the output cannot be read or
+        `ExitStatus.MISUSED` (2) if a package of one of pip's extras is missing, or a file or the output cannot be read or
         written; `ExitStatus.INTERRUPTED` (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
     """
     # Python has None for a stream that was closed when the process began.

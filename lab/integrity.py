@@ -112,7 +112,7 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed since the record, and no watched module and no name in one has been added."""
+        """Return True if nothing has changed since the record, and no watched module and no name in such a module was added."""
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:

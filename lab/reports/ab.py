@@ -19,7 +19,7 @@ from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison: a scenario or recorded call, the module of the kernel that ran it, and its GPU times."""
+    """One side of a comparison: a scenario or recorded call, the module of the kernel that ran it, and its GPU times."""
 
     scenario: str  #: name of the scenario, or address of the recorded call
     module: str  #: name of the kernel's module

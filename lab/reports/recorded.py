@@ -124,7 +124,7 @@ def in_words(identity: Identity) -> str:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run that pytest-benchmark recorded with all samples. Raises RecordedFileError."""
+    """Read a run that pytest-benchmark recorded with all samples. Raises RecordedFileError if the file is no such run."""
     return run_of(read_file(Path(path)))
 
 
@@ -146,7 +146,7 @@ def run_of(file: RecordedFile) -> RecordedRun:
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """Read the run in a file, or all runs in a folder. Raises RecordedFileError."""
+    """Read the run in a file, or all runs in a folder. Raises RecordedFileError if a file cannot be read as a run."""
     path = Path(path)
     if not path.is_dir():
         return (read_run(path),)

@@ -28,7 +28,7 @@ def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
 
 
 def _positive(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
-    """Return a function that makes a cell with a fact, or a dash if the fact is 0: a kernel that only copies has no FLOP."""
+    """Return a function that makes the cell of a row's fact `key` times `scale`; a dash if it is 0, as the FLOP of a copy."""
     return lambda row: number(row.facts.get(key) or None, digits, scale)
 
 

@@ -194,7 +194,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for buffers of timed calls, from one seed. In one turn every call is sampled once."""
+    """Draws new contents for buffers of timed calls, from one seed. A turn is a round of samples, one of every call."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

@@ -58,7 +58,7 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The results of one kind, such as "output", for which one rule holds, and how many of them are wrong."""
+    """The results of one kind, such as "output", for which a failure rule such as `q_len >= 2` holds; how many are wrong."""
 
     literals: Rule  # the literals of the rule; () if results are wrong everywhere
     held: str  # the kind of results, a key of `HELD` such as "output"

@@ -17,7 +17,7 @@ from lab.ranges import DTYPES, dtype_of
 
 
 class Cost(float, Enum):
-    """The bits that a test of a feature adds to the cost of a rule. Features that a reader understands easily cost less."""
+    """The bits that a test of a feature, such as `kv_len >= 64`, adds to a failure rule's cost. Clear features cost less."""
 
     ARGUMENT = 0.0  # an argument is given, or has an unusual form
     VALUE = 0.5  # a size, a length, a dtype, what tensors contain

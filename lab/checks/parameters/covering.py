@@ -252,9 +252,9 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a point covers. A point covers all that it contains,
-        unless it has values of `vacuous` or of groups in `apart` (None: the model's groups). Then it covers only the
-        combinations that contain a value of each of these groups.
+        """Yield the values, pairs and declared triples of values that a point covers: all that it contains, unless it has
+        values with which a call computes nothing (`vacuous`) or for which kernels have separate code (groups in `apart`; None:
+        the model's groups). Then the point covers only the combinations that contain a value of each of these groups.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}

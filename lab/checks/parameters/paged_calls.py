@@ -118,8 +118,8 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set in `kv_lens` the keys of the requests that are the longest in the configuration `of`. The first, third and so on of
-    them get `longest()` keys, and the second, fourth and so on half as many.
+    """Set in `kv_lens` the numbers of keys of the longest requests of the configuration `of`: `longest()` keys for the first,
+    third and so on of these requests, and half as many for the second, fourth and so on.
     """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)

@@ -70,7 +70,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return a workspace without its counters; the whole workspace if the kernel has none (`counts`) and uses their bytes."""
+    """Return the bytes after a workspace's counters; all bytes if `counts` is False and the kernel used the first bytes."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counts and semaphores.any() else scratch
 

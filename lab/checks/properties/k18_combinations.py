@@ -237,7 +237,7 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return the `MOST_SUBJECTS` cases with the fewest non-default values. Leave out a case if its non-default axes include
+    """Return the `MOST_SUBJECTS` cases with the fewest non-default values. Leave out a case whose non-default axes include all
     those of a simpler case in the result.
     """
     chosen = list[Configuration]()

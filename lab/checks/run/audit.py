@@ -58,8 +58,7 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
     """Judge some right cases of each function again, and yield the new verdicts. If `is_over()` is true, one case of each
-    function is enough, unless the lab cannot judge it. If the lab can judge none of a function's cases, the last verdict is
-    FAILED.
+    function is enough, unless the lab cannot judge it. If the lab can judge no case of a function, the last one is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = is_prevented = False

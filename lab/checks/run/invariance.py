@@ -92,7 +92,7 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the dependences on required factors whose answer is not SAME, for functions and dtypes with a judged call."""
+        """Return the results for required factors whose answer is not SAME, for functions and dtypes with a judged call."""
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)

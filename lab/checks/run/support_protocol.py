@@ -48,7 +48,7 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
     """The implementation refused a call, or has no parameter for an argument of the call. `late` is True if the implementation
-    wrote to its output before, or by a torch operation to another argument except the workspace.
+    had already written to its output or, by a torch operation, to another argument except the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
