@@ -24,8 +24,10 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
             *_saved(rows, "mha", LISTS_SKIPPED),
             *_saved(rows, "mha", LISTS_SKIPPED, " eager"),
         ],
-        f"At 80K tokens and 3 draft steps, an iteration without the lists takes over {microseconds(implied)} µs less GPU time, "
-        "the saving that follows from the claimed TPOT.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
+        f"At 80K tokens and 3 draft steps, an iteration without the K/V lists takes over {microseconds(implied)} µs less GPU "
+        "time, the saving that follows from the claimed TPOT.": _saved(
+            long, "mla", LISTS_SKIPPED, least_saved_us=implied
+        ),
     }
     aside = {
         "From 3 draft steps on, one launch for all steps takes less GPU time than one launch for each step.": (

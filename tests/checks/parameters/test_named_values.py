@@ -113,6 +113,7 @@ HELD: dict[str, str] = {
     "SpecInfo.num_draft_tokens None": DEFAULT,
     "SpecInfo.num_tokens_per_req -1": "spec_info=of a graph",
     "SpecInfo.speculative_step_id 0": "draft_step=0",
+    "SpecInfo.speculative_step_id None": DEFAULT,
     "KVPool.full_to_swa -1": "slots=where they lie, some -1",
     "KVPool.full_to_swa 0": "window=evicted",
     "KVPool.full_to_swa None": "window=none",
