@@ -115,8 +115,8 @@ def make_table(
 ) -> Table:
     """Make a table with one row per record. Columns that are empty in every row are omitted.
 
-    A column with the same text in every row is moved to `Table.common` if its heading is in `say_once`. None stands for all
-    headings, if there are at least two records.
+    A column with the same text in every row is moved to `Table.common` if its heading is in `say_once`. If `say_once` is None,
+    any such column is moved, provided that there are at least two records.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}

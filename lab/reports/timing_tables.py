@@ -37,7 +37,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a function that makes the cell of a row: the text of `cell`, followed by "(note unit)" with the text of `note`."""
+    """Return a function that makes a cell such as "3.1 (80 %)" from a row: the texts of `cell` and `note`, and the `unit`."""
 
     def with_note(row: Row) -> Cell:
         plain, noted = cell(row), note(row).text

@@ -67,7 +67,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield a `DeviceState`. When the `with` block ends, add the limits that reduced the GPU's clocks during the block."""
+    """Yield a `DeviceState`. At the end of the `with` block, add to it the limits that have reduced the GPU's clocks."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state

@@ -127,7 +127,7 @@ def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
 
 
 class TooSmallError(ValueError):
-    """The call moves too few bytes: too many copies of its tensors would be needed to make L2 cold by rotation."""
+    """The call moves too few bytes: to find L2 cold, consecutive calls would have to use too many copies of its tensors."""
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:

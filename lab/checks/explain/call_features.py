@@ -111,7 +111,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return the features of this call of an engine's code, with its case's features and lengths in place of its own."""
+        """Return the features of this call in an engine's pass. The pass's features and lengths (`of_case`) take precedence."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)
