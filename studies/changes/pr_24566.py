@@ -1,10 +1,11 @@
 """SGLang's change 24566: a draft extend runs on the decode kernel."""
 
+from collections.abc import Sequence
 from operator import itemgetter
 
 from lab.wording import counted
 from studies.changes.change import Change, Recordings, compared_pairs, pairs
-from studies.changes.verdicts import Answer, aspects, microseconds
+from studies.changes.verdicts import Answer, aspects
 from studies.recording import Recorded, RecordedRow
 
 
@@ -20,13 +21,10 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     )
     # MLA's draft extend used the decode call with several rows even before the change.
     mla = recordings.get("mla_decode", {}).get("rows", ())
-    mla_point = itemgetter("requests", "kv_len", "heads", "arm", "kv_dtype")
-    single_us = {mla_point(row): row["median_us"] for row in mla if row["q_len"] == 1}
     several = [row for row in mla if row["q_len"] > 1]
-    notes = tuple(_mla_sentence(row, single_us[mla_point(row)]) for row in several if mla_point(row) in single_us)
     lacking = "pull request 24566 for MLA, whose draft extend already used the decode call (sgl-project/sglang#11664)"
     lacking += "." if several else "; nor MLA's decode call with several rows."
-    return Answer(aspects(claimed), setting, notes, (*_left_out(recording), lacking))
+    return Answer(aspects(claimed), setting, _mla_sentences(mla), (*_left_out(recording), lacking))
 
 
 def _named(row: RecordedRow) -> tuple[str, str]:
@@ -43,11 +41,18 @@ def _left_out(recording: Recorded) -> tuple[str, ...]:
     return tuple(sentence for sentence, count in found.items() if count)
 
 
-def _mla_sentence(row: RecordedRow, single_us: float) -> str:
+def _mla_sentences(rows: Sequence[RecordedRow]) -> tuple[str, ...]:
+    """Return a sentence about MLA's decode call: its times with several query rows, divided by those with one row."""
+    point = itemgetter("requests", "kv_len", "heads", "arm", "kv_dtype")
+    single_us = {point(row): row["median_us"] for row in rows if row["q_len"] == 1}
+    several = [row for row in rows if row["q_len"] > 1 and point(row) in single_us]
+    if not several:
+        return ()
+    ratios = [row["median_us"] / single_us[point(row)] for row in several]
     return (
-        f"The MLA decode call of {row['kernel']} for {row['requests']} requests of {row['kv_len']:,} keys with {row['heads']} "
-        f"heads takes {microseconds(row['median_us'])} µs with {row['q_len']} query rows per request, and "
-        f"{microseconds(single_us)} µs with one query row."
+        f"At {counted(len(ratios), 'point')} of mla_decode.json, MLA's decode call takes {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times as long with {' or '.join(map(str, sorted({row['q_len'] for row in several})))} query rows "
+        "per request as with one query row.",
     )
 
 
