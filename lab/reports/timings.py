@@ -16,12 +16,12 @@ REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
 NOTES = (
     "The columns *median* and *IQR* (interquartile range) are computed from the samples of a row.",
-    "A *ceiling* is the highest rate that a large copy or matrix product reached in this run. The floor, and the percentages "
-    "of GB/s and TFLOP/s, are computed with the measured ceilings. A kernel that only reads can exceed the measured "
-    "bandwidth. A matrix product in e4m3 can exceed the measured bf16 rate.",
+    "The floor, and the percentages of GB/s and TFLOP/s, are computed with the *ceilings*, the rates that a large copy and a "
+    "large matrix product reached in this run. A kernel that only reads can exceed the bandwidth of a copy. A matrix product "
+    "in e4m3 can exceed the bf16 rate.",
     "L2 is *cold by rotation* if each call has its own buffers, or if the buffers of one pass are larger than L2.",
     "*Host time* is the time of Python and of the launches of one call, including checks of arguments. If an implementation "
-    "prepares calls (checks arguments once for many calls), the host time is the time of a prepared call.",
+    "prepares calls (checks arguments once), the host time is that of a prepared call.",
 )
 
 
