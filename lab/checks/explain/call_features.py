@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.feature import DTYPE_NAMES, LOADED_COLUMNS, SMALL_SCALE, Features, Read, Value
-from lab.checks.explain.features import EMPTY_COLUMNS, FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
+from lab.checks.explain.feature import DTYPE_NAMES, SMALL_SCALE, Features, Read, Value
+from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
+from lab.checks.explain.page_features import read_pages
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 
@@ -55,6 +55,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "rows_before_keys": 0 < kv_len < q_len,
         "no_prefix": kv_len == q_len,
         "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
+        "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
         "hidden_keys": last_seen > 0,
         "hidden_page": first_seen >= page_size,
         "hidden_tile": first_seen >= TILE,
@@ -166,7 +167,9 @@ def features_of_case(case: Any) -> CallFeatures:
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
     group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))
+    num_kv_heads = read["num_kv_heads"] or 0
     read |= {"group_no_power_of_2": group & (group - 1) > 0, "sinks": bool(has_sinks)} | _read_mode(given)
+    read["num_kv_heads_no_power_of_2"] = num_kv_heads & (num_kv_heads - 1) > 0
     read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
@@ -209,7 +212,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "dtype": query.dtype,
         **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        "group_no_power_of_2": sizes["group"] & (sizes["group"] - 1) > 0,
+        **{f"{name}_no_power_of_2": sizes[name] & (sizes[name] - 1) > 0 for name in ("group", "num_kv_heads")},
         "padding_rows": padding_rows > 0,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
@@ -291,35 +294,6 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def _read_selections(problem: PagedAttention) -> Iterator[Read]:
-    if problem.selected is None:
-        return
-    used = problem.columns_in_use().cpu()
-    selected = problem.selected.cpu().where(used, 0)
-    up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
-    follows = (problem.selected.cpu() >= 0) & ~up_to_last
-    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
-        is_gap, is_used = selected[start:end] < 0, used[start:end]
-        is_entry = is_used & ~is_gap
-        counts = is_entry.sum(dim=1)
-        before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
-        highest = selected[start:end].cummax(1).values
-        num_columns = up_to_last[start:end].sum(dim=1)
-        keys_of_rows = torch.arange(kv_len - len(counts), kv_len) + 1
-        yield {
-            "no_entry": (counts == 0).any(),
-            "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
-            "gap": is_gap.any(),
-            "gap_before_entry": (is_gap & before).any(),
-            "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
-            "entry_after_last": follows[start:end].any(),
-            "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
-            "num_entries": int(counts.max()) if len(counts) else None,
-            "fewest_columns": int(num_columns.min()) if len(counts) else None,
-            "columns_after_row": (num_columns > keys_of_rows).any(),
-        }
-
-
 def _lie_apart(pool: Tensor) -> bool:
     return pool.stride(0) > pool.shape[1:].numel()
 
@@ -393,7 +367,7 @@ def features_of_call(
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures({**of_case, **kept(earlier)})
     kv_lens, q_lens = problem.kv_lens(), problem.q_lens()
-    of_pages = (problem.page_size, [*_read_selections(problem)]) if isinstance(problem, PagedAttention) else (TILE, ())
+    of_pages = (problem.page_size, read_pages(problem)) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), *of_pages)

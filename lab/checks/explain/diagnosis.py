@@ -131,7 +131,8 @@ class Diagnosis:
     answer: str  # whether the implementation is right, for which engines, and what was not judged
     reach: str = ""  # how much was compared, and in full what was not judged
     broken: str = ""  # what is broken, and where; "" if no result is wrong
-    # First the regions of cases that engines send, then documented corners; within both, in the order of `HELD`.
+    # First the regions of cases that engines send, then documented corners; within both, in the order of `HELD`. Regions of
+    # fewer than `FEW` wrong results follow.
     regions: tuple[Region, ...] = ()
     follows: tuple[str, ...] = ()  # sentences that name checks whose errors follow from a wrong plain call
 
@@ -176,7 +177,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
             found, outside = _regions(units, held)
             regions += found
             unexplained += outside
-    regions.sort(key=lambda each: each.is_corner)
+    regions.sort(key=lambda each: (each.is_small, each.is_corner))
     broken = _broken(regions, unexplained, is_whole)
     if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
         broken = _of_wrong_calls(broken, regions, results)
@@ -226,12 +227,15 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
     by_case = is_alone and any(result.name == THE_CASE and result.held == held for _, result in chosen)
     units: list[tuple[Features, bool, int, int]] = []
     cases: dict[int, int] = {}
+    vacuous = _vacuous(chosen, held)
     for number, (verdict, result) in enumerate(chosen):
         counts = result.held == held
         # These names only repeat that something is wrong: a rule on them would explain nothing.
         name = {} if result.name in (IT_FAILED, RETURNED, THE_CASE) else {"result": result.name}
         shared: dict[str, Value] = {**result.features, **name}
-        parts = [(features, is_wrong) for features, is_wrong in result.requests if not features.get("no_rows")]
+        parts = [each for each in result.requests if not any(each[0].get(name) for name in vacuous)]
+        if result.requests and not parts and not result.wrong:
+            continue
         if is_alone:
             whole = of_any_request(shared, [features for features, _ in parts])
             shared = _features_of(verdict) if by_case else _without_places(whole)
@@ -243,6 +247,13 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
             units.append((ChainMap(dict(features), shared), bool(is_wrong and counts), number, case))
     features_of_units, wrong, results_of, cases_of = zip(*units, strict=True) if units else ((), (), (), ())
     return _Units(chosen, list(features_of_units), np.array(wrong, bool), np.array(results_of, int), list(cases_of))
+
+
+def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
+    """Return the conditions under which requests show nothing: they have no rows, or no keys, unless such a one is wrong."""
+    of_requests = (each for _, result in results if result.held == held for each in result.requests)
+    is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
+    return ("no_rows",) if is_telling else ("no_rows", "no_keys")
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
@@ -275,7 +286,8 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     for whole_rule in find_rules(units.features, units.wrong, units.case_of):
         rule = supported(whole_rule, units.features, units.wrong, units.result_of)
         holds = units.with_rule(rule)
-        inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
+        wrong_inside = units.results_with(holds & units.wrong)
+        inside = units.results_with(holds) if rule else np.ones_like(wrong)  # also results of vacuous requests
         if found and not (wrong_inside & ~explained).any():
             continue  # the rule only holds for further requests of results that an earlier rule explains
         explained |= wrong_inside
@@ -293,6 +305,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
                 is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
             )
         )
+    found.sort(key=lambda each: -(each.wrong**2) / each.results)  # many wrong results, and few right ones
     return found, int((wrong & ~explained).sum())
 
 

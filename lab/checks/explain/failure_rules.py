@@ -34,6 +34,9 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 # chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
+SHOWN_RIGHT = (
+    0.1  # a literal stays if it excludes this share of right results, relative to the wrong ones inside the rule
+)
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
@@ -75,13 +78,14 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without its uncertain literals (tests of one feature). If the rule holds for `FEW` or more wrong results,
-    return the whole rule.
+    """Return a rule without its uncertain literals (tests of one feature).
 
-    A literal is uncertain if it excludes fewer than `FEW` results that the other literals hold for. Besides, at most as many
-    literals stay as the rule has wrong results. A literal always stays if two cases prove it: a wrong case inside the rule, and
-    a right case that has one parameter value less and fails only this literal. `result_of`, int [units], has each unit's
-    result.
+    If the rule holds for fewer than `FEW` wrong results, a literal is uncertain if it excludes fewer than `FEW` results that
+    the other literals hold for. Besides, at most as many literals stay as the rule has wrong results. If the rule holds for
+    more wrong results, a literal is uncertain if it excludes few results (`SHOWN_RIGHT`) of which all excluded requests are
+    right.
+    A literal always stays if two cases prove it: a wrong case inside the rule, and a right case that has one parameter value
+    less and fails only this literal. `result_of`, int [units], has each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -96,15 +100,19 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         return {frozenset(name for name in units[number] if "=" in name) for number in np.flatnonzero(among).tolist()}
 
     num_wrong = results(rule, wrong)
-    if num_wrong >= FEW:
-        return rule
     shorter = {values - {value} for values in parameters(wrong & meets(rule)) for value in values}
     rests = {literal: tuple(each for each in rule if each != literal) for literal in rule}
     paired = {literal for literal in rule if shorter & parameters(~wrong & meets(rests[literal]) & ~holds[literal])}
     for literal in reversed(rule):
         rest = tuple(each for each in rule if each != literal)
-        if rest and literal not in paired and results(rest, every) - results(rule, every) < FEW:
+        if not rest or literal in paired:
+            continue
+        excluded = meets(rest) & ~holds[literal]
+        right = len({*result_of[excluded].tolist()} - {*result_of[excluded & wrong].tolist()})
+        if right < SHOWN_RIGHT * num_wrong if num_wrong >= FEW else results(rest, every) - results(rule, every) < FEW:
             rule = rest
+    if num_wrong >= FEW:
+        return rule
     return tuple(each for number, each in enumerate(rule) if number < num_wrong or each in paired)
 
 

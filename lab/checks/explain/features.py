@@ -58,6 +58,7 @@ FEATURES: dict[str, CaseFeature] = {
     "rows_before_keys": Condition("{rows|no rows} of a request with keys are before its first key", Cost.VALUE),
     "no_prefix": Condition("a request has {no |}keys before its rows", Cost.VALUE),
     "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
+    "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
     "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "packed_rows": Number("a request's query rows times query heads per K/V head are {}", Cost.DERIVED),
@@ -73,6 +74,7 @@ FEATURES: dict[str, CaseFeature] = {
     "after_empty": Condition("{an|no} earlier request has no rows or no keys", Cost.DERIVED),
     "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
     "before_no_keys": Condition("the request after a request has {no |}keys", Cost.DERIVED),
+    "largest_page": Number("a request's largest page id is {}", Cost.DERIVED),
     "no_entry": Condition("a row of a request selects {no|an} entry", Cost.VALUE),
     "empty_tile": Condition(
         f"the first {EMPTY_COLUMNS} columns of a request's row hold {{-1 alone|an entry}}", Cost.VALUE
@@ -80,6 +82,7 @@ FEATURES: dict[str, CaseFeature] = {
     "gap": Condition("{a|no} column that a request's row uses holds -1", Cost.VALUE),
     "gap_before_entry": Condition("{a|no} column before an entry of a request's row holds -1", Cost.VALUE),
     "unordered_entries": Condition("the entries of a request's row are {not |}in ascending order", Cost.VALUE),
+    "repeated_entry": Condition("{an|no} entry is in several columns of a request's row", Cost.VALUE),
     "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
     "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
     "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
@@ -110,6 +113,7 @@ FEATURES: dict[str, CaseFeature] = {
     "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
     "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.VALUE),
     "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
+    "num_kv_heads_no_power_of_2": Condition(f"num_kv_heads is {POWER_OF_2}", Cost.VALUE),
     "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
     "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
     "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),

@@ -11,7 +11,7 @@ from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
-from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, diagnose
+from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _units, diagnose
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
@@ -383,7 +383,7 @@ def test_what_is_returned_otherwise_in_each_call_is_a_matter_of_no_request() -> 
 
     found = diagnosis_of(InFloat32(), "K1", "K18")
     (region,) = (region for region in found.regions if region.held == "other")
-    assert {literal.feature for literal in region.literals} == {"return_lse", "out_dtype"}
+    assert {literal.feature for literal in region.literals} == {"return_lse"}
 
 
 def test_the_references_are_right() -> None:
@@ -425,6 +425,39 @@ def test_a_region_of_few_results_names_their_number_and_has_only_conditions_that
     assert len(region.literals) == 2
     (region,) = diagnose(with_mask_and_sinks(1, 30, 30, 60)).regions
     assert len(region.literals) < 2
+
+
+def test_requests_without_keys_show_nothing_unless_one_is_wrong() -> None:
+    """Every result has a request with keys and one without."""
+
+    def judged(number: int, empty_is_wrong: bool) -> CaseVerdict:
+        has_sinks = number % 2 > 0
+        requests = (({"kv_len": 9}, has_sinks), ({"no_keys": True}, has_sinks and empty_is_wrong))
+        return verdict(number, replace(result(1, wrong=has_sinks, sinks=has_sinks), requests=requests))
+
+    units = [
+        _units([CaseResult(each, *each.judged.results) for each in several], "output")
+        for several in ([judged(n, False) for n in range(40)], [judged(n, True) for n in range(40)])
+    ]
+    assert [len(each.features) for each in units] == [40, 80]
+    empty = verdict(40, replace(result(1, wrong=False), requests=(({"no_keys": True}, False),)))
+    found = diagnose([*(judged(n, False) for n in range(40)), empty])
+    assert (found.regions[0].rule, found.regions[0].right_outside) == ("sinks", 21)
+
+
+def test_a_region_of_few_results_follows_one_of_many() -> None:
+    failed = result(1, wrong=True, held="return", mask=True, seq_lens_uint32=True)
+    others = [result(1, wrong=n % 2 > 0, seq_lens_uint32=n % 2 > 0) for n in range(40)]
+    found = diagnose([verdict(n, each) for n, each in enumerate([failed, *others])])
+    assert [region.held for region in found.regions] == ["output", "return"]
+
+
+def test_a_rule_of_many_wrong_results_comes_first() -> None:
+    """A mask separates eight wrong results from fewer right ones; sinks separate thirty from none."""
+    found = diagnose(
+        [verdict(n, replace(result(1, wrong=n < 38, mask=n < 8, sinks=8 <= n < 38), requests=())) for n in range(90)]
+    )
+    assert [region.rule for region in found.regions] == ["sinks", "mask"]
 
 
 def test_a_region_of_several_results_keeps_its_conditions() -> None:

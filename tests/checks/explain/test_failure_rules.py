@@ -266,3 +266,27 @@ def test_of_few_wrong_results_a_right_one_without_a_single_parameter_value_suppo
     is_wrong = np.arange(len(units)) < len(wrong)
     found = supported(tuple(Literal(name, "is") for name in rule), units, is_wrong, np.arange(len(units)))
     assert list(map(str, found)) == kept
+
+
+@pytest.mark.parametrize(
+    ("right", "of_wrong_results", "is_kept"),
+    [
+        (2, False, True),  # two results without a mask are right, a tenth of the twenty wrong ones with it
+        (1, False, False),
+        (9, True, False),  # in the results without a mask another request is wrong
+    ],
+)
+def test_a_literal_of_many_wrong_results_excludes_a_tenth_as_many_right_ones(
+    right: int, of_wrong_results: bool, is_kept: bool
+) -> None:
+    units = [*[{"sinks": True, "mask": True}] * 20, *[{"mask": True}] * 20, *[{"sinks": True}] * right * 2]
+    is_wrong = np.array([True] * 20 + [False] * 20 + [of_wrong_results, False] * right)
+    result_of = np.array([*range(40), *np.arange(2 * right) // 2 + 40])
+    found = supported((Literal("sinks", "is"), Literal("mask", "is")), units, is_wrong, result_of)
+    assert [str(each) for each in found] == ["sinks", "mask"][: 1 + is_kept]
+
+
+def test_a_literal_that_two_cases_prove_stays_in_a_rule_of_many_wrong_results() -> None:
+    units: list[dict[str, Any]] = [dict.fromkeys((HALF, SMALL), True)] * 20 + [{HALF: True}, {SMALL: True}]
+    rule = (Literal(HALF, "is"), Literal(SMALL, "is"))
+    assert supported(rule, units, np.arange(22) < 20, np.arange(22)) == rule

@@ -18,6 +18,7 @@ from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
+from lab.checks.explain.page_features import read_pages
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
@@ -78,9 +79,10 @@ def named(text: str) -> dict[str, Any]:
         ),
         (
             RAGGED,
-            "function=ragged_context dtype=bf16 head_dim=48 v_head_dim=32 num_kv_heads=3 num_qo_heads=3 group=1 "
-            "out_dtype=float64 calls_before=0 page_size=64 requests=2 rows_of_batch=5 longest_kv_len=7 unequal_q_lens "
-            "unequal_kv_lens not_descending bmm1_scale_1 bmm1_scale_unusual out_given return_lse other_out_dtype",
+            "function=ragged_context dtype=bf16 head_dim=48 v_head_dim=32 num_kv_heads=3 num_kv_heads_no_power_of_2 "
+            "num_qo_heads=3 group=1 out_dtype=float64 calls_before=0 page_size=64 requests=2 rows_of_batch=5 longest_kv_len=7 "
+            "unequal_q_lens unequal_kv_lens not_descending bmm1_scale_1 bmm1_scale_unusual out_given return_lse "
+            "other_out_dtype",
         ),
     ],
 )
@@ -260,7 +262,7 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
     of_sparse = reading._read_call(MLA, {}, of_rank)
-    (of_selection,) = reading._read_selections(sparse)
+    (of_selection,), (of_pages,) = read_pages(sparse), read_pages(MLADecodeCall(**ARGUMENTS[MLA]).problem())
     of_lengths = (
         reading._read_request(0, (1,), 1, 16, -1)
         | reading._read_batch((1,), (1,), 16, -1)
@@ -268,10 +270,8 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     )
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
-    assert (of_call | of_sparse | of_selection | of_lengths | CallLog().read(arguments)).keys() == {*FEATURES} - {
-        *of_cases,
-        "result",
-    }
+    read = of_call | of_sparse | of_selection | of_pages | of_lengths | CallLog().read(arguments)
+    assert read.keys() == {*FEATURES} - {*of_cases, "result"}
 
 
 def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests() -> None:
@@ -304,6 +304,7 @@ SEVERAL = [-1] * 128
         ([-1, -1, -1], "gap no_entry empty_tile"),
         ([*SEVERAL, 1], "gap gap_before_entry empty_tile"),
         ([*SEVERAL[1:], 1], "gap gap_before_entry"),
+        ([1, 3, 1], "unordered_entries repeated_entry"),
     ],
 )
 def test_a_request_has_features_of_the_entries_that_its_rows_select(columns: list[int], features: str) -> None:
@@ -312,10 +313,17 @@ def test_a_request_has_features_of_the_entries_that_its_rows_select(columns: lis
     rows = [ordered, ordered, columns]
     arguments = sparse_arguments(latent_batch([1, 2], [140, 140]), rows, 256, ragged=True)
     of_requests = features_of_call(MLA, arguments, CallLog()).of_requests
-    names = {"no_entry", "empty_tile", "gap", "gap_before_entry", "unordered_entries"}
+    names = {"no_entry", "empty_tile", "gap", "gap_before_entry", "unordered_entries", "repeated_entry"}
     found = [{name for name in names & each.keys() if each[name]} for each in of_requests]
     assert found == [set(), {*features.split()}]
     assert [each["num_entries"] for each in of_requests] == [len(columns)] * 2
+
+
+def test_a_request_has_its_largest_page() -> None:
+    """A request of 40 keys uses the first three columns of its row of the page table, one of 24 keys the first two."""
+    tables = ints(7, 2, 5, 9, 9, 9, 1, 3, 9, 9, 9, 9).view(2, 6)
+    of_requests = features_of_call(DECODE, ARGUMENTS[DECODE] | {"block_tables": tables}, CallLog()).of_requests
+    assert [each["largest_page"] for each in of_requests] == [7, 3]
 
 
 def test_a_sparse_call_has_features_of_its_arguments() -> None:
@@ -485,7 +493,8 @@ def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     run = CaseRun(references, case, CPU)
     run.call(run.build())
     of_case, of_call = features_of_case(case), run.called
-    assert of_case.of_requests == of_call.of_requests
+    of_requests = [{name: each[name] for name in each if name != "largest_page"} for each in of_call.of_requests]
+    assert [*of_case.of_requests] == of_requests
     assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
     shared = of_case.features.keys() & of_call.features.keys()
     assert {*["window_left", "group", "head_dim", "requests", "contents", "function", "dtype", "page_size"]} <= shared

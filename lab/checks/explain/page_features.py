@@ -1,0 +1,54 @@
+"""Read the features of the pages, or of the selected entries, that each request of a call uses."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lab.calls import PagedAttention
+from lab.checks.explain.feature import LOADED_COLUMNS, Read
+from lab.checks.explain.features import EMPTY_COLUMNS
+
+
+def read_pages(problem: PagedAttention) -> list[Read]:
+    """Return the features of each request's pages or, if rows select entries, of these entries. Requests whose K/V heads have
+    page tables of their own have none.
+    """
+    if problem.selected is not None:
+        return [*_read_selections(problem, problem.selected)]
+    if problem.k_block_tables.dim() > 2:
+        return []
+    page_size, tables = problem.page_size, problem.k_block_tables.tolist()
+    used = (row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, problem.kv_lens(), strict=True))
+    return [{"largest_page": max(pages, default=None)} for pages in used]
+
+
+def _read_selections(problem: PagedAttention, columns: Tensor) -> Iterator[Read]:
+    """Yield for each request the features of the entries that its rows select."""
+    given, used = columns.cpu(), problem.columns_in_use().cpu()
+    selected = given.where(used, 0)
+    up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
+    follows = (given >= 0) & ~up_to_last
+    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
+        is_gap, is_used = selected[start:end] < 0, used[start:end]
+        is_entry = is_used & ~is_gap
+        counts = is_entry.sum(dim=1)
+        before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
+        highest = selected[start:end].cummax(1).values
+        num_columns = up_to_last[start:end].sum(dim=1)
+        ordered = selected[start:end].where(is_entry, -1).sort(1).values
+        keys_of_rows = torch.arange(kv_len - len(counts), kv_len) + 1
+        yield {
+            "no_entry": (counts == 0).any(),
+            "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
+            "gap": is_gap.any(),
+            "gap_before_entry": (is_gap & before).any(),
+            "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
+            "repeated_entry": ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(),
+            "entry_after_last": follows[start:end].any(),
+            "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
+            "num_entries": int(counts.max()) if len(counts) else None,
+            "fewest_columns": int(num_columns.min()) if len(counts) else None,
+            "columns_after_row": (num_columns > keys_of_rows).any(),
+        }
