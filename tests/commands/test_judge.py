@@ -142,7 +142,7 @@ def interrupted(folder: Path, pattern: str, signals: tuple[signal.Signals, ...])
     # nohup, or a shell that runs this suite in the background, lets each process ignore these signals. preexec_fn would
     # undo that too, but needs a fork of this process, which fails where the memory of a long run cannot be had twice.
     listening = ["env", "--default-signal=INT,HUP"]
-    command = [*listening, sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", *narrow]
+    command = [*listening, sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", "--only", "K12", *narrow]
     settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "TMPDIR": str(folder)}, "start_new_session": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as judging:
         until = time.monotonic() + 120.0
