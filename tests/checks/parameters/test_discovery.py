@@ -1,5 +1,6 @@
 """What a narrow kernel takes is found, named as a command line, and judged in the same run."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from lab.checks.run.workers import Workers
 from lab.ranges import options_of
 from lab.workloads.interfaces import Interface
 from tests.checks import narrow
-from tests.checks.small import declining_if
+from tests.checks.small import SMALL, declining_if
 
 BF16 = (torch.bfloat16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -32,10 +33,10 @@ def test_a_kernel_of_e4m3_queries_alone_is_found() -> None:
 
 
 def test_of_a_kernel_that_takes_everything_or_nothing_no_axes_are_named() -> None:
-    ranges = Ranges(groups=(1, 2), q_lens=(1, 2), mla_heads=(4,), mla_head_dims=((80, 64),))
+    ranges = replace(SMALL, groups=(1, 2), page_sizes=(16, 64), windows=(False, True), sinks=(False, True))
     assert found(references, ranges) is None
     assert found(references, ranges, AttentionCall.MLA_DECODE) is None
-    assert found(narrow, Ranges(head_dims=(64, 256), groups=(1,))) is None
+    assert found(narrow, replace(SMALL, head_dims=(64, 256))) is None
 
 
 def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
