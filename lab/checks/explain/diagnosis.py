@@ -305,7 +305,6 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
                 is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
             )
         )
-    found.sort(key=lambda each: -(each.wrong**2) / each.results)  # many wrong results, and few right ones
     return found, int((wrong & ~explained).sum())
 
 

@@ -427,6 +427,8 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (0, 0, -1, TILE, "no_keys no_rows no_prefix"),
         (70, 0, -1, TILE, "partial_page no_rows"),
         (3, 3, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
+        (24, 24, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
+        (48, 48, -1, TILE, "partial_page no_prefix q_len_no_power_of_2 multiple_of_16_rows"),
         (4, 6, -1, TILE, "partial_page fewer_keys rows_before_keys q_len_no_power_of_2"),
         (20, 1, 19, TILE, "partial_page"),
         (20, 1, 18, TILE, "partial_page hidden_keys window_in_page"),
@@ -501,6 +503,7 @@ def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
     for found in (of_case, of_call):
         assert ("group_no_power_of_2" in found.features) == (group == 3)
+        assert "num_kv_heads_no_power_of_2" not in found.features
 
 
 def test_a_call_has_the_contents_of_its_own_inputs() -> None:
