@@ -11,6 +11,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged, partial_results
+from lab.kernels.portable.hopper import TILES
 from lab.kernels.portable.partial_results import GROUPED_PIECES, PartialResults
 from lab.kernels.portable.tile_choices import choose_tile
 from tests.cases import DECODE, Arguments
@@ -167,8 +168,18 @@ def test_few_keys_are_not_shared_out(h200: None) -> None:
     for most, window in ((256, -1), (256, 4096), (257, 252)):
         assert paged.shares_of(sizes_on_a_gpu(64, 4, most, num_kv_heads=4, window_left=window), tile, 1) is None
     assert paged.shares_of(sizes_on_a_gpu(64, 4, 257, num_kv_heads=4), tile, 1) is not None
-    many_rows = choose_tile(64, 128, 2, (9, 0))
-    assert paged.shares_of(sizes_on_a_gpu(1, 16, 256, num_kv_heads=4), many_rows, 1) is not None
+    for packed_rows, shared in ((64, False), (128, True)):
+        problem = sizes_on_a_gpu(1, packed_rows // 8, 256, num_kv_heads=4)
+        assert (paged.shares_of(problem, choose_tile(packed_rows, 128, 2, (9, 0)), 1) is not None) == shared
+    assert TILES[64].blocks.rows == 64
+    assert paged.shares_of(sizes_on_a_gpu(1, 8, 256), TILES[64].blocks, 1) is not None  # of a Gluon kernel
+
+
+@pytest.mark.parametrize(("requests", "keys"), [(66, 64), (67, 32)])
+def test_tiles_are_smaller_if_not_all_programs_of_few_keys_run_at_once(h200: None, requests: int, keys: int) -> None:
+    """An H200 runs 264 programs at once, two on a multiprocessor; a request has one for each of 4 K/V heads."""
+    tile, shares = paged._tile_and_shares(sizes_on_a_gpu(requests, 1, 256, num_kv_heads=4), False)
+    assert (shares, tile.keys) == (None, keys)
 
 
 @pytest.mark.parametrize("q_len", [1, 32])

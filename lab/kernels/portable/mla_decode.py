@@ -222,8 +222,7 @@ def _columns_kernel(
     tl.store(columns + row, tl.minimum(tl.maximum(used, 0), num_columns))
 
 
-# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16, or for
-# addresses that are multiples of 16 bytes.
+# Triton must not compile the kernel again if one of these arguments is 1, a multiple of 16, or an aligned address.
 @triton.jit(
     do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_places", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "cu_seqlens_q", "sinks"],

@@ -107,13 +107,13 @@ def shares_of(
     seen = problem.max_kv_len
     if problem.window_left >= 0:
         seen = min(seen, problem.window_left + problem.max_q_len)
-    has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
-    if has_few_rows:
-        if may_be_undivided and seen <= CUT_KEYS.value:
-            return None  # a program reads these few keys in less time than it needs to find its share
+    is_small = not of_kind and isinstance(tile, ProgramTile) and tile.rows <= MOST_FEW_ROWS
+    if may_be_undivided and is_small and seen <= CUT_KEYS.value:
+        return None  # one program reads these few keys in less time than several need to divide and to merge them
+    shares = choose_shares(tile, q_blocks, problem.query.device)
+    if not of_kind and tile.rows <= SMALL_ROWS:
         lanes = next((most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
-    shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
-    if has_few_rows:
+        shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
         shares = replace(shares, lanes=lanes, merges_at_once=merges_at_once(problem, tile, shares.count))
     longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
     blocks = q_blocks * problem.num_kv_heads * longest
@@ -185,8 +185,11 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         blocks = hopper.windows if 0 <= problem.window_left < hopper.few_keys else hopper.blocks
         return blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
-    shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
-    if shares is not None:
+    q_blocks = triton.cdiv(packed_rows, tile.rows)
+    shares = shares_of(problem, tile, q_blocks, of_kind)
+    programs = q_blocks * problem.batch_size * problem.num_kv_heads
+    runs_at_once = programs <= choose_shares(tile, 1, problem.query.device).count
+    if shares is not None or (tile.rows <= SMALL_ROWS and runs_at_once):
         return tile, shares
     described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)

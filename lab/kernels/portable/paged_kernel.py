@@ -51,8 +51,7 @@ class Strides(NamedTuple):
     v: PoolStrides
 
 
-# Arguments that differ from call to call: Triton must not compile the kernel again for the value 1 or multiples of 16, or for
-# addresses that are multiples of 16 bytes.
+# Triton must not compile the kernel again if one of these arguments is 1, a multiple of 16, or an aligned address.
 VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_places"]
 VARYING += ["k_table_stride", "v_table_stride"]
 UNALIGNED = ["k_block_tables", "v_block_tables", "seq_lens", "cu_seqlens_q", "sinks"]
