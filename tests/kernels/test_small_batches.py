@@ -175,10 +175,16 @@ def test_few_keys_are_not_shared_out(h200: None) -> None:
     assert paged.shares_of(sizes_on_a_gpu(1, 8, 256), TILES[64].blocks, 1) is not None  # of a Gluon kernel
 
 
-@pytest.mark.parametrize(("requests", "keys"), [(66, 64), (67, 32)])
-def test_tiles_are_smaller_if_not_all_programs_of_few_keys_run_at_once(h200: None, requests: int, keys: int) -> None:
+@pytest.mark.parametrize(("requests", "window_left", "keys"), [(66, -1, 64), (67, -1, 32), (66, 0, 32)])
+def test_tiles_are_smaller_in_windows_and_if_not_all_programs_of_few_keys_run_at_once(
+    h200: None, monkeypatch: pytest.MonkeyPatch, requests: int, window_left: int, keys: int
+) -> None:
     """An H200 runs 264 programs at once, two on a multiprocessor; a request has one for each of 4 K/V heads."""
-    tile, shares = paged._tile_and_shares(sizes_on_a_gpu(requests, 1, 256, num_kv_heads=4), False)
+    monkeypatch.setattr(paged, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(paged, "hopper_tiles", lambda problem: None)
+    problem = sizes_on_a_gpu(requests, 1, 256, num_kv_heads=4, window_left=window_left)
+    problem.k_cache = problem.v_cache = torch.empty(1, 4, 64, 128, dtype=torch.bfloat16)
+    tile, shares = paged._tile_and_shares(problem, False)
     assert (shares, tile.keys) == (None, keys)
 
 

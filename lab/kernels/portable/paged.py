@@ -189,7 +189,7 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
     shares = shares_of(problem, tile, q_blocks, of_kind)
     programs = q_blocks * problem.batch_size * problem.num_kv_heads
     runs_at_once = programs <= choose_shares(tile, 1, problem.query.device).count
-    if shares is not None or (tile.rows <= SMALL_ROWS and runs_at_once):
+    if shares is not None or (runs_at_once and problem.window_left < 0):  # in windows, smaller tiles were faster
         return tile, shares
     described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
