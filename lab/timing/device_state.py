@@ -24,9 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU's state while work ran on it; the lists are empty if NVML has no readings. `throttled_by` has the
-    reasons for reduced clocks; None if they are not known.
-    """
+    """Readings of a GPU's state while work ran on it; empty without NVML. `throttled_by` None: reasons are not known."""
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)

@@ -91,8 +91,7 @@ def time_interleaved(
     is not part of the samples.
 
     Return for each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
-    prevented the measurement: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the
-    implementation's code.
+    prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))

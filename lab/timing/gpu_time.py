@@ -116,9 +116,8 @@ def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
     """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. With the
-    `seed` of an earlier measurement, the tensors get the contents of this measurement again. Raises WrongWorkError for wrong
-    results or a time that cannot be right, ValueError if the method cannot time a call, and RuntimeError if a call cannot be
-    captured or recorded.
+    `seed` of an earlier measurement, tensors get its contents again. Raises WrongWorkError for wrong results or a time that
+    cannot be right, ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured or recorded.
     """
     staged = {}
     for name, work in works.items():

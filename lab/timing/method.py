@@ -43,9 +43,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. The two events of GRAPH add about 2 µs per replay. Raises ValueError for a clock that cannot
-    be used with the state of L2 (`_REFUSED`).
-    """
+    """How a GPU time is measured. The events of GRAPH add about 2 µs per replay. Raises ValueError for pairs in `_REFUSED`."""
 
     clock: Clock
     l2: L2

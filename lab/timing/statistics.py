@@ -131,9 +131,8 @@ def compare_samples(
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times, by `compare_samples` if both have samples. If both have only quartiles, the interval of the
-    effect begins at the ratio of the lower quartile of `after` to the upper quartile of `before`, and ends at the ratio of the
-    upper quartile of `after` to the lower quartile of `before`. For normal samples, this interval is as wide as the 99 %
-    interval of 11 samples a side. If one of the times has only a median, the verdict is UNSURE.
+    effect lies between the ratios of a quartile of `after` to the opposite quartile of `before`. For normal samples, this
+    interval is as wide as the 99 % interval of 11 samples a side. If a time has only a median, the verdict is UNSURE.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)

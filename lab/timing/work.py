@@ -33,9 +33,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this call on other tensors: on set `number` of the inputs of `redraw`, or if `redraw` is None on copies of all
-        tensors. Copies share memory with each other where the originals do.
-        """
+        """Return this call on set `number` of its `redraw`; without `redraw`, on copies, which share memory as its tensors do."""
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}
