@@ -136,7 +136,7 @@ class CaseRun:
         """Make the call of `inputs`, with arguments replaced by those in `changes`. Return its results without padding rows.
 
         Raises:
-            Unsupported: the implementation refused the call and all equivalent calls.
+            Unsupported: the implementation refused the call, and also each call that passes the same values in another form.
             KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
@@ -159,7 +159,9 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def base_call(self, what: str, **storage: Any) -> tuple[AttentionInputs, Truth, Result]:
-        """Make the call of the case, and record an error if its output is wrong. Return (inputs, expected result, result)."""
+        """Make the call of the case, and record an error, which begins with `what`, if its output is wrong. Return (inputs,
+        expected result, result). `storage` goes to `build`.
+        """
         inputs = self.build(**storage)
         truth, result = inputs.truth(), self.call(inputs)
         self.expect_close(what, result, truth)

@@ -93,7 +93,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield a `Verdict` on every `every`-th call of each function. `drawn` of the calls of a function have random arguments."""
+    """Yield a `Verdict` on every `every`-th call of each function, of its fixed calls and then of `drawn` random calls."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):

@@ -263,7 +263,7 @@ def takes_kv_pairs() -> bool:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the bytes of a call's workspace after XQA's semaphores, uint8. A kernel may leave any contents in them."""
+    """Return the part of a call's workspace behind XQA's semaphores, uint8. A kernel may leave any contents in this part."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 

@@ -143,7 +143,7 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest error divided by its bound, of all vectors and groups (`Regression`); 0 for an empty output."""
+        """Return the largest ratio of an error to its bound, of output vectors and of groups of them; 0 for an empty output."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 

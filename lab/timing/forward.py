@@ -87,11 +87,11 @@ def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
     """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples. All
-    implementations read the same tensors. The field `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which
-    is not part of the samples.
+    implementations read the same tensors.
 
-    Return for each implementation (GPU time, fields of a recorded row except those of `time_facts`), or the error that
-    prevented the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation.
+    Return for each implementation (GPU time, facts of the call for its row in the recording), or the error that prevented the
+    time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation. The fact
+    `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which is not part of the GPU time.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))

@@ -246,7 +246,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that a kernel reads. In a block-sparse pass, all rows may select the same pages."""
+        """Return the least number of keys that a kernel must read: in a block-sparse pass, as if all rows selected one set."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

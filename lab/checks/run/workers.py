@@ -130,7 +130,7 @@ class Workers:
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
         """Call `function(implementation)` in a worker, and return the result. Raises LoadError if the implementation cannot be
-        imported, and ValueError if one of the refusals is no exception.
+        imported, and ValueError if a name in `Workers.refusals` is not the name of an exception.
         """
         if not self.is_apart:
             if self.refusals:

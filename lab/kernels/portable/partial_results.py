@@ -73,7 +73,7 @@ def slot_of(share, q_block, q_blocks, begins_unit):
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write which programs (shares) read the first and the last key tile of one request and K/V head."""
+    """Write the numbers of the programs that read the first and the last key tile of a unit (one request and K/V head)."""
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 

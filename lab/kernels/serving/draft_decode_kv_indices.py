@@ -75,7 +75,7 @@ def generate_draft_decode_kv_indices(
     All tensors are int32 or int64, vectors contiguous, and matrices have contiguous rows. The host reads no tensor's contents,
     so a CUDA graph can capture the launch. Not written: cells of ``kv_indices`` after a step's last list, and column 0 of
     ``kv_indptr``, in which the engine keeps 0. A list that is too long for its row of ``kv_indices`` is cut at the row's end.
-    Positions beyond the columns of ``req_to_token`` have slot 0.
+    Tokens beyond the last column of ``req_to_token`` get slot 0.
 
     Triton compiles one kernel per schedule, number of steps, ``topk``, page size, window, sink and dtypes, and another if the
     address of ``kv_indices`` is not a multiple of 16 bytes, but not per batch size, length or row width.

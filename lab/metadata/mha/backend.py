@@ -273,7 +273,7 @@ class CallSettings:
 def splits_mixed_tail(
     query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
 ) -> bool:
-    """Return True if SGLang computes the one-token requests at the end of an extend batch by a decode call (`forward_extend`).
+    """Return True if SGLang's `forward_extend` computes the one-token requests at the end of an extend batch by a decode call.
 
     `query_dtype` is e4m3 if the engine casts the query for an e4m3 cache. `is_decoder`: the layer is causal self-attention
     (``AttentionType.DECODER``).
