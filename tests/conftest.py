@@ -1,10 +1,9 @@
 """What every test needs before anything is imported, and the options of the benchmarks."""
 
-import functools
 import gc
 import importlib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 from tests.gpus import WORKER, take_own_gpu, visible_gpus
 
@@ -25,14 +24,18 @@ if not torch.cuda.is_available():
     importlib.import_module(INTERPRETER)
     quicken()
 
-# A third of the time of a small case is the watch of torch's operators, at its end. Of the tests, `test_integrity` and those
-# that judge in workers have it.
-from lab import integrity  # noqa: E402
-
-integrity._overloads = functools.wraps(integrity._overloads)(lambda name: [])  # type: ignore[assignment]
-
 # The lab's own plugin where the lab is not installed; and pytest's for tests of plugins.
 pytest_plugins = ("lab.pytest_plugin", "pytester")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_watch_of_operators() -> Iterator[None]:
+    """Leave out the comparison of torch's operators, a third of a small case's time. Workers and `test_integrity` make it."""
+    from lab import integrity
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "_overloads", lambda name: [])
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
