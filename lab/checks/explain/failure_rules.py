@@ -34,9 +34,7 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 # chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
-SHOWN_RIGHT = (
-    0.1  # a literal stays if it excludes this share of right results, relative to the wrong ones inside the rule
-)
+SHOWN_RIGHT = 0.1  # a literal stays if it excludes this number of right results per wrong result inside the rule
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
