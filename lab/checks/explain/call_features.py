@@ -15,9 +15,9 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
+from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import DTYPE_NAMES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.page_features import read_pages
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 
@@ -294,6 +294,19 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
+def read_pages(problem: PagedAttention, kv_lens: Sequence[int]) -> list[Read]:
+    """Return the features of each request's pages or, if rows select entries, of these entries. Requests whose K/V heads have
+    page tables of their own have none.
+    """
+    if problem.selected is not None:
+        return [*read_selections(problem, problem.selected)]
+    if problem.k_block_tables.dim() > 2:
+        return []
+    page_size, tables = problem.page_size, problem.k_block_tables.tolist()
+    used = (row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True))
+    return [{"largest_page": max(pages, default=None)} for pages in used]
+
+
 def _lie_apart(pool: Tensor) -> bool:
     return pool.stride(0) > pool.shape[1:].numel()
 
@@ -367,7 +380,7 @@ def features_of_call(
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures({**of_case, **kept(earlier)})
     kv_lens, q_lens = problem.kv_lens(), problem.q_lens()
-    of_pages = (problem.page_size, read_pages(problem)) if isinstance(problem, PagedAttention) else (TILE, ())
+    of_pages = (problem.page_size, read_pages(problem, kv_lens)) if isinstance(problem, PagedAttention) else (TILE, ())
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), *of_pages)

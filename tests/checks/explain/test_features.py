@@ -18,7 +18,6 @@ from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
-from lab.checks.explain.page_features import read_pages
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
@@ -262,7 +261,8 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
     of_sparse = reading._read_call(MLA, {}, of_rank)
-    (of_selection,), (of_pages,) = read_pages(sparse), read_pages(MLADecodeCall(**ARGUMENTS[MLA]).problem())
+    paged = MLADecodeCall(**ARGUMENTS[MLA]).problem()
+    (of_selection,), (of_pages,) = (reading.read_pages(each, each.kv_lens()) for each in (sparse, paged))
     of_lengths = (
         reading._read_request(0, (1,), 1, 16, -1)
         | reading._read_batch((1,), (1,), 16, -1)

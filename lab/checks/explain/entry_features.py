@@ -1,4 +1,4 @@
-"""Read the features of the pages, or of the selected entries, that each request of a call uses."""
+"""Read the features of the entries that the rows of each request select."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,20 +11,7 @@ from lab.checks.explain.feature import LOADED_COLUMNS, Read
 from lab.checks.explain.features import EMPTY_COLUMNS
 
 
-def read_pages(problem: PagedAttention) -> list[Read]:
-    """Return the features of each request's pages or, if rows select entries, of these entries. Requests whose K/V heads have
-    page tables of their own have none.
-    """
-    if problem.selected is not None:
-        return [*_read_selections(problem, problem.selected)]
-    if problem.k_block_tables.dim() > 2:
-        return []
-    page_size, tables = problem.page_size, problem.k_block_tables.tolist()
-    used = (row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, problem.kv_lens(), strict=True))
-    return [{"largest_page": max(pages, default=None)} for pages in used]
-
-
-def _read_selections(problem: PagedAttention, columns: Tensor) -> Iterator[Read]:
+def read_selections(problem: PagedAttention, columns: Tensor) -> Iterator[Read]:
     """Yield for each request the features of the entries that its rows select."""
     given, used = columns.cpu(), problem.columns_in_use().cpu()
     selected = given.where(used, 0)
