@@ -294,7 +294,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def read_pages(problem: PagedAttention, kv_lens: Sequence[int]) -> list[Read]:
+def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
     """Return the features of each request's pages or, if rows select entries, of these entries. Requests whose K/V heads have
     page tables of their own have none.
     """
@@ -302,7 +302,7 @@ def read_pages(problem: PagedAttention, kv_lens: Sequence[int]) -> list[Read]:
         return [*read_selections(problem, problem.selected)]
     if problem.k_block_tables.dim() > 2:
         return []
-    page_size, tables = problem.page_size, problem.k_block_tables.tolist()
+    tables = problem.k_block_tables.tolist()
     used = (row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True))
     return [{"largest_page": max(pages, default=None)} for pages in used]
 
@@ -380,7 +380,12 @@ def features_of_call(
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures({**of_case, **kept(earlier)})
     kv_lens, q_lens = problem.kv_lens(), problem.q_lens()
-    of_pages = (problem.page_size, read_pages(problem, kv_lens)) if isinstance(problem, PagedAttention) else (TILE, ())
+    page_size, pages = TILE, list[Read]()
+    if isinstance(problem, PagedAttention):
+        page_size = problem.page_size
+        pages = read_pages(problem, kv_lens, page_size)
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
-    return CallFeatures.of_lengths(of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), *of_pages)
+    return CallFeatures.of_lengths(
+        of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), page_size, pages
+    )

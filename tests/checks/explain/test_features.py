@@ -262,7 +262,9 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
     of_sparse = reading._read_call(MLA, {}, of_rank)
     paged = MLADecodeCall(**ARGUMENTS[MLA]).problem()
-    (of_selection,), (of_pages,) = (reading.read_pages(each, each.kv_lens()) for each in (sparse, paged))
+    (of_selection,), (of_pages,) = (
+        reading.read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged)
+    )
     of_lengths = (
         reading._read_request(0, (1,), 1, 16, -1)
         | reading._read_batch((1,), (1,), 16, -1)
