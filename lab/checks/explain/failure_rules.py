@@ -80,8 +80,7 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
     If the rule holds for fewer than `FEW` wrong results, a literal is uncertain if it excludes fewer than `FEW` results that
     the other literals hold for. Besides, at most as many literals stay as the rule has wrong results. If the rule holds for
-    more wrong results, a literal is uncertain if it excludes few results (`SHOWN_RIGHT`) of which all excluded requests are
-    right.
+    more wrong results, a literal is uncertain if it excludes few results (`SHOWN_RIGHT`) without a wrong excluded request.
     A literal always stays if two cases prove it: a wrong case inside the rule, and a right case that has one parameter value
     less and fails only this literal. `result_of`, int [units], has each unit's result.
     """

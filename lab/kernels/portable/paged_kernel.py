@@ -149,7 +149,6 @@ def _attention_kernel(
         keys = keys_of_block(
             first_in_reach, first_tile, end_tile, kv_len, q_len, q_block, window_left, MASK_WORDS, CAUSAL, GROUP, TILE
         )
-
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
         sums = tl.zeros([BLOCK_ROWS, ELEMENTS], tl.float32)
@@ -194,7 +193,6 @@ def _attention_kernel(
                     sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
                     if PAIRED:
                         odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None])
-
         if PAIRED:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         state = (largest, whole_denominator(denominator), sums)
