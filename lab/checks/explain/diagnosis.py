@@ -173,7 +173,12 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
     regions, unexplained = list[Region](), 0
     for held in sorted(HELD, key=lambda held: is_written and held != "memory"):
         units = _units(results, held)
-        if units.wrong.any() and not _follows_from(units, held, regions, results):
+        if not units.wrong.any():
+            continue
+        if _follows_from(units, held, regions, results):
+            explained = units.results_with(units.wrong & _inside(units, regions))
+            unexplained += int((units.results_with(units.wrong) & ~explained).sum())
+        else:
             found, outside = _regions(units, held)
             regions += found
             unexplained += outside
@@ -218,6 +223,15 @@ class _Units(NamedTuple):
     def results_with(self, units: Bits) -> Bits:
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
+    def vacuous_with(self, rule: Rule) -> Bits:
+        """Return which results without a unit meet the rule, bool [results]."""
+        found = ~self.results_with(np.ones(len(self.features), dtype=bool))
+        for number in np.flatnonzero(found).tolist():
+            _, result = self.results[number]
+            requests = [{**result.features, "result": result.name, **features} for features, _ in result.requests]
+            found[number] = np.all([literal.holds(requests) for literal in rule], axis=0).any()
+        return found
+
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
     is_alone = held in WITHOUT_RIGHT_ONES
@@ -234,11 +248,11 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
         name = {} if result.name in (IT_FAILED, RETURNED, THE_CASE) else {"result": result.name}
         shared: dict[str, Value] = {**result.features, **name}
         parts = [each for each in result.requests if not any(each[0].get(name) for name in vacuous)]
-        if result.requests and not parts and not result.wrong:
-            continue
-        if is_alone:
-            whole = of_any_request(shared, [features for features, _ in parts])
+        if is_alone:  # a failed call has the features of all its requests, so that a right one must have them too
+            whole = of_any_request(shared, [features for features, _ in result.requests])
             shared = _features_of(verdict) if by_case else _without_places(whole)
+        elif result.requests and not parts and not result.wrong:
+            continue
         no_request_is_wrong = result.wrong and not any(is_wrong for _, is_wrong in parts)
         if is_alone or no_request_is_wrong:
             parts = []
@@ -269,12 +283,16 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
         )
         if len(lse & output) <= len(lse) / 2:
             return False
+    return bool(_inside(units, regions)[units.wrong].mean() >= EXPLAINED)
+
+
+def _inside(units: _Units, regions: Sequence[Region]) -> Bits:
     inside = np.zeros(len(units.features), dtype=bool)
     for region in regions:
         # If calls fail everywhere without a rule, the calls that do return are wrong for another reason.
         if region.literals or region.held not in CALLS:
             inside |= units.with_rule(region.literals)
-    return bool(inside[units.wrong].mean() >= EXPLAINED)
+    return inside
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
@@ -288,6 +306,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
         holds = units.with_rule(rule)
         wrong_inside = units.results_with(holds & units.wrong)
         inside = units.results_with(holds) if rule else np.ones_like(wrong)  # also results of vacuous requests
+        outside = ~inside & ~units.vacuous_with(rule)
         if found and not (wrong_inside & ~explained).any():
             continue  # the rule only holds for further requests of results that an earlier rule explains
         explained |= wrong_inside
@@ -298,8 +317,8 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
                 held=held,
                 wrong=len(of_region),
                 results=int(inside.sum()),
-                right_outside=int((~inside & ~wrong).sum()),
-                outside=int((~inside).sum()),
+                right_outside=int((outside & ~wrong).sum()),
+                outside=int(outside.sum()),
                 smallest=_smallest(of_region),
                 is_nan=all(result.features.get("dead") == "nan" for _, result in of_region),
                 is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),

@@ -456,3 +456,40 @@ def test_a_region_of_few_results_follows_one_of_many() -> None:
 def test_a_region_of_several_results_keeps_its_conditions() -> None:
     (region,) = diagnose(with_mask_and_sinks(12, 3, 3, 60)).regions
     assert (len(region.literals), region.where[:9]) == (2, "wherever ")
+
+
+def test_a_call_that_returns_has_the_features_of_requests_without_keys_too() -> None:
+    """A failed call has them; if a right call lacked them, every failure would seem to be of such requests."""
+    requests = (({"kv_len": 9}, False), ({"no_keys": True}, False))
+    right = [CheckedResult("the call", "output", {}, False, requests[: 1 + number % 2]) for number in range(40)]
+    failed = [CheckedResult("the call", "return", {"kv_len": 9, "no_keys": True}, True)] * 8
+    (region,) = diagnose([verdict(number, each) for number, each in enumerate([*right, *failed])]).regions
+    assert (region.rule, region.wrong, region.results, region.outside) == ("no_keys", 8, 28, 20)
+
+
+@pytest.mark.parametrize(("in_even", "end"), [(0, "every other result is right."), (1, "1 other result is wrong too.")])
+def test_wrong_results_of_a_kind_that_follows_are_counted_outside_of_all_regions(in_even: int, end: str) -> None:
+    def both(number: int) -> tuple[CheckedResult, CheckedResult]:
+        sinks = number % 2 > 0
+        output, bits = (result(1, wrong=sinks, sinks=sinks), result(1, wrong=sinks or number < in_even, sinks=sinks))
+        return replace(output, requests=()), replace(bits, held="bits", requests=())
+
+    found = diagnose([verdict(number, *both(number)) for number in range(100)])
+    assert [region.rule for region in found.regions] == ["sinks"]
+    assert found.broken == f"The output is wrong wherever sinks are given (50 of 50 results); {end}"
+
+
+def test_a_vacuous_result_inside_a_region_is_no_other_result() -> None:
+    """Without keys, a right result with sinks shows nothing; it is not among the results without sinks either."""
+
+    def judged(number: int, name: str, wrong: bool) -> CaseVerdict:
+        features = result(1, wrong=wrong, sinks=number % 2 > 0)
+        return verdict(number, replace(features, requests=(({name: True}, wrong),)))
+
+    several = [
+        *(judged(n, "partial_page", n % 2 > 0) for n in range(40)),
+        *(judged(n, "no_keys", False) for n in (41, 42)),
+    ]
+    (region,) = diagnose(several).regions
+    assert (region.rule, region.wrong, region.results) == ("sinks", 20, 20)
+    assert (region.right_outside, region.outside) == (21, 21)
