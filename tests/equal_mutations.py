@@ -22,9 +22,9 @@ lab/calls/problem.py
 + return self.k_block_tables.dim() >= 3
 = a call refuses a table that has not two or three dimensions
 lab/checks/explain/call_features.py
-- group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))
-+ group, has_sinks = read["group"] or -1, getattr(case, "sinks", getattr(model, "has_sinks", False))
-= a case without a group has no feature of one: -1 & -2 is below 0
+- return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
++ return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or -1) for name in ("group", "num_kv_heads")}
+= a case without these sizes has no feature of them: -1 & -2 is below 0
 - **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
 + **{f"multiple_of_{number}_keys": kv_len > 1 and kv_len % number == 0 for number in (64, 512)},
 = 1 is no multiple of either

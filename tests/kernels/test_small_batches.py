@@ -175,17 +175,20 @@ def test_few_keys_are_not_shared_out(h200: None) -> None:
     assert paged.shares_of(sizes_on_a_gpu(1, 8, 256), TILES[64].blocks, 1) is not None  # of a Gluon kernel
 
 
-@pytest.mark.parametrize(("requests", "window_left", "keys"), [(66, -1, 64), (67, -1, 32), (66, 0, 32)])
-def test_tiles_are_smaller_in_windows_and_if_not_all_programs_of_few_keys_run_at_once(
-    h200: None, monkeypatch: pytest.MonkeyPatch, requests: int, window_left: int, keys: int
+@pytest.mark.parametrize(
+    ("requests", "q_len", "window_left", "tile"),
+    [(66, 1, -1, (16, 64)), (67, 1, -1, (16, 32)), (66, 1, 0, (16, 32)), (1, 300, -1, (64, 64))],
+)
+def test_tiles_are_smaller_in_windows_prefills_and_if_not_all_programs_of_few_keys_run_at_once(
+    h200: None, monkeypatch: pytest.MonkeyPatch, requests: int, q_len: int, window_left: int, tile: tuple[int, int]
 ) -> None:
     """An H200 runs 264 programs at once, two on a multiprocessor; a request has one for each of 4 K/V heads."""
     monkeypatch.setattr(paged, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(paged, "hopper_tiles", lambda problem: None)
-    problem = sizes_on_a_gpu(requests, 1, 256, num_kv_heads=4, window_left=window_left)
-    problem.k_cache = problem.v_cache = torch.empty(1, 4, 64, 128, dtype=torch.bfloat16)
-    tile, shares = paged._tile_and_shares(problem, False)
-    assert (shares, tile.keys) == (None, keys)
+    problem = sizes_on_a_gpu(requests, q_len, 256, num_kv_heads=4 if q_len == 1 else 1, window_left=window_left)
+    problem.k_cache = problem.v_cache = torch.empty(1, problem.num_kv_heads, 64, 128, dtype=torch.bfloat16)
+    chosen, shares = paged._tile_and_shares(problem, False)
+    assert (shares, chosen[:2]) == (None, tile)
 
 
 @pytest.mark.parametrize("q_len", [1, 32])

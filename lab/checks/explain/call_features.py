@@ -54,7 +54,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "fewer_keys": kv_len < q_len,
         "rows_before_keys": 0 < kv_len < q_len,
         "no_prefix": kv_len == q_len,
-        "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
+        "q_len_no_power_of_2": _is_no_power_of_2(q_len),
         "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
         "hidden_keys": last_seen > 0,
         "hidden_page": first_seen >= page_size,
@@ -67,6 +67,14 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
         "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
     }
+
+
+def _is_no_power_of_2(number: int) -> bool:
+    return number & (number - 1) > 0
+
+
+def _read_shapes(sizes: Read) -> Read:
+    return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
 
 
 def _read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
@@ -166,10 +174,8 @@ def features_of_case(case: Any) -> CallFeatures:
     model = getattr(case, "model", None)
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
-    group, has_sinks = read["group"] or 0, getattr(case, "sinks", getattr(model, "has_sinks", False))
-    num_kv_heads = read["num_kv_heads"] or 0
-    read |= {"group_no_power_of_2": group & (group - 1) > 0, "sinks": bool(has_sinks)} | _read_mode(given)
-    read["num_kv_heads_no_power_of_2"] = num_kv_heads & (num_kv_heads - 1) > 0
+    has_sinks = getattr(case, "sinks", getattr(model, "has_sinks", False))
+    read |= _read_shapes(read) | {"sinks": bool(has_sinks)} | _read_mode(given)
     read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
@@ -212,7 +218,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "dtype": query.dtype,
         **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        **{f"{name}_no_power_of_2": sizes[name] & (sizes[name] - 1) > 0 for name in ("group", "num_kv_heads")},
+        **_read_shapes(sizes),
         "padding_rows": padding_rows > 0,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
@@ -299,7 +305,7 @@ def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) 
     page tables of their own have none.
     """
     if problem.selected is not None:
-        return [*read_selections(problem, problem.selected)]
+        return [*read_selections(problem, problem.selected, kv_lens)]
     if problem.k_block_tables.dim() > 2:
         return []
     tables = problem.k_block_tables.tolist()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.explain.failure_rules import FEW, Rule, find_rules, supported
+from lab.checks.explain.failure_rules import FEW, Rule, all_hold, find_rules, supported
 from lab.checks.explain.feature import Bits, Features, Value, of_any_request
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
@@ -175,9 +175,9 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
         units = _units(results, held)
         if not units.wrong.any():
             continue
-        if _follows_from(units, held, regions, results):
-            explained = units.results_with(units.wrong & _inside(units, regions))
-            unexplained += int((units.results_with(units.wrong) & ~explained).sum())
+        inside = _inside(units, regions)
+        if _follows_from(units, held, inside, results):
+            unexplained += units.unexplained(units.results_with(units.wrong & inside))
         else:
             found, outside = _regions(units, held)
             regions += found
@@ -217,11 +217,14 @@ class _Units(NamedTuple):
     case_of: list[int]  # for each unit, the number of its case
 
     def with_rule(self, rule: Rule) -> Bits:
-        every = np.ones(len(self.features), dtype=bool)
-        return np.all([every, *(literal.holds(self.features) for literal in rule)], axis=0)
+        return all_hold(rule, self.features)
 
     def results_with(self, units: Bits) -> Bits:
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
+
+    def unexplained(self, explained: Bits) -> int:
+        """Return the number of wrong results that are not among the `explained` ones, bool [results]."""
+        return int((self.results_with(self.wrong) & ~explained).sum())
 
     def vacuous_with(self, rule: Rule) -> Bits:
         """Return which results without a unit meet the rule, bool [results]."""
@@ -229,7 +232,7 @@ class _Units(NamedTuple):
         for number in np.flatnonzero(found).tolist():
             _, result = self.results[number]
             requests = [{**result.features, "result": result.name, **features} for features, _ in result.requests]
-            found[number] = np.all([literal.holds(requests) for literal in rule], axis=0).any()
+            found[number] = all_hold(rule, requests).any()
         return found
 
 
@@ -270,9 +273,9 @@ def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")
 
 
-def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
+def _follows_from(units: _Units, held: str, inside: Bits, results: Sequence[CaseResult]) -> bool:
     """Return True if errors of kind `held` follow from errors of kinds that come earlier in `HELD`: a share `EXPLAINED` of the
-    wrong `units` is in the `regions` of these kinds. For "LSE", the output must also be wrong in most such calls.
+    wrong `units` is `inside` the regions of these kinds. For "LSE", the output must also be wrong in most such calls.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -283,7 +286,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
         )
         if len(lse & output) <= len(lse) / 2:
             return False
-    return bool(_inside(units, regions)[units.wrong].mean() >= EXPLAINED)
+    return bool(inside[units.wrong].mean() >= EXPLAINED)
 
 
 def _inside(units: _Units, regions: Sequence[Region]) -> Bits:
@@ -324,7 +327,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
                 is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
             )
         )
-    return found, int((wrong & ~explained).sum())
+    return found, units.unexplained(explained)
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:

@@ -1,6 +1,6 @@
 """Read the features of the entries that the rows of each request select."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,13 +11,13 @@ from lab.checks.explain.feature import LOADED_COLUMNS, Read
 from lab.checks.explain.features import EMPTY_COLUMNS
 
 
-def read_selections(problem: PagedAttention, columns: Tensor) -> Iterator[Read]:
+def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[int]) -> Iterator[Read]:
     """Yield for each request the features of the entries that its rows select."""
     given, used = columns.cpu(), problem.columns_in_use().cpu()
     selected = given.where(used, 0)
     up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
     follows = (given >= 0) & ~up_to_last
-    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
+    for kv_len, (start, end) in zip(kv_lens, pairwise(problem.row_offsets()), strict=True):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)

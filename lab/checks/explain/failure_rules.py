@@ -65,6 +65,11 @@ Rule = tuple[Literal, ...]
 Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
+def all_hold(rule: Rule, units: Sequence[Features]) -> Bits:
+    """Return for which units each literal of a rule is true, bool [units]."""
+    return np.all([np.ones(len(units), dtype=bool), *(literal.holds(units) for literal in rule)], axis=0)
+
+
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
     """Return at most `MOST_RULES` rules that separate wrong units (requests or results) from right ones, the best rule first. A
     single rule without literals means that results are wrong everywhere. `cases` has the case number of each unit.
@@ -104,12 +109,14 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         rest = tuple(each for each in rule if each != literal)
         if not rest or literal in paired:
             continue
-        excluded = meets(rest) & ~holds[literal]
-        right = len({*result_of[excluded].tolist()} - {*result_of[excluded & wrong].tolist()})
-        if right < SHOWN_RIGHT * num_wrong if num_wrong >= FEW else results(rest, every) - results(rule, every) < FEW:
+        if num_wrong < FEW:
+            is_uncertain = results(rest, every) - results(rule, every) < FEW
+        else:
+            excluded = meets(rest) & ~holds[literal]
+            right = np.setdiff1d(result_of[excluded], result_of[excluded & wrong])
+            is_uncertain = len(right) < SHOWN_RIGHT * num_wrong
+        if is_uncertain:
             rule = rest
-    if num_wrong >= FEW:
-        return rule
     return tuple(each for number, each in enumerate(rule) if number < num_wrong or each in paired)
 
 

@@ -339,25 +339,22 @@ class _Left:
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
         # From an (axis, value) pair to the goals that contain it, by the remaining pairs of the goal: one pair, or several.
-        self._by_pair: dict[tuple[str, Any], dict[tuple[str, Any], Values]] = {}
-        self._by_others: dict[tuple[str, Any], dict[Values, Values]] = {}
+        self._by_pair: dict[tuple[str, Any], dict[Any, Values]] = {}
+        self._by_others: dict[tuple[str, Any], dict[Any, Values]] = {}
         for goal in self.goals:
-            for each in goal:
-                others = tuple(other for other in goal if other != each)
-                if len(others) == 1:
-                    self._by_pair.setdefault(each, {})[others[0]] = goal
-                else:
-                    self._by_others.setdefault(each, {})[others] = goal
+            for index, each, others in self._places(goal):
+                index.setdefault(each, {})[others] = goal
 
     def remove(self, goal: Values) -> None:
         if goal in self.goals:
             del self.goals[goal]
-            for each in goal:
-                others = tuple(other for other in goal if other != each)
-                if len(others) == 1:
-                    del self._by_pair[each][others[0]]
-                else:
-                    del self._by_others[each][others]
+            for index, each, others in self._places(goal):
+                del index[each][others]
+
+    def _places(self, goal: Values) -> Iterator[tuple[dict[Any, dict[Any, Values]], Any, Any]]:
+        for each in goal:
+            others = tuple(other for other in goal if other != each)
+            yield (self._by_pair, each, others[0]) if len(others) == 1 else (self._by_others, each, others)
 
     def gain(self, axis: str, value: Any, point: Point, groups: Sequence[Group]) -> int:
         has = point.items()

@@ -296,12 +296,10 @@ class CheckRun:
                 with suppress(TooLate):
                     keep(verdict(), pending is not None)
 
-    def _begun_apart(
-        self, cases: Sequence[Any], drawn: bool
-    ) -> Iterable[tuple[Pending | None, Callable[[], CaseVerdict]]]:
+    def _begun_apart(self, cases: Sequence[Any], drawn: bool) -> list[tuple[Pending | None, Callable[[], CaseVerdict]]]:
         # Neighbours often need the same compiled kernel. They begin at different times, so that one worker compiles it for all.
         step = 1 if self.is_telling or self._run.pool.workers == 1 else CASES_PER_WORKER
-        order = [at for first in range(step) for at in range(first, len(cases), step)]
+        order = sorted(range(len(cases)), key=lambda at: at % step)
         begun = {at: self._begun(cases[at], drawn, self._run.end) for at in order}
         return [begun[at] for at in range(len(cases))]
 

@@ -110,10 +110,11 @@ def shares_of(
     is_small = not of_kind and isinstance(tile, ProgramTile) and tile.rows <= MOST_FEW_ROWS
     if may_be_undivided and is_small and seen <= CUT_KEYS.value:
         return None  # one program reads these few keys in less time than several need to divide and to merge them
-    shares = choose_shares(tile, q_blocks, problem.query.device)
-    if not of_kind and tile.rows <= SMALL_ROWS:
+    has_few_rows, lanes = not of_kind and tile.rows <= SMALL_ROWS, 0
+    if has_few_rows:
         lanes = next((most for most in (WARP_REQUESTS.value, BLOCK_REQUESTS.value) if num_lengths(problem) <= most), 0)
-        shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
+    shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if lanes else 0)
+    if has_few_rows:
         shares = replace(shares, lanes=lanes, merges_at_once=merges_at_once(problem, tile, shares.count))
     longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
     blocks = q_blocks * problem.num_kv_heads * longest
@@ -185,12 +186,12 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         blocks = hopper.windows if 0 <= problem.window_left < hopper.few_keys else hopper.blocks
         return blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
-    q_blocks = triton.cdiv(packed_rows, tile.rows)
-    shares = shares_of(problem, tile, q_blocks, of_kind)
-    programs = q_blocks * problem.batch_size * problem.num_kv_heads
-    runs_at_once = programs <= choose_shares(tile, 1, problem.query.device).count
-    if shares is not None or (runs_at_once and problem.window_left < 0):  # in windows, smaller tiles were faster
+    shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
+    if shares is not None:
         return tile, shares
+    runs_at_once = problem.batch_size * problem.num_kv_heads <= choose_shares(tile, 1, problem.query.device).count
+    if tile.rows <= SMALL_ROWS and runs_at_once and problem.window_left < 0:
+        return tile, None  # smaller tiles would not let more programs run; in windows they were faster
     described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
     kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
     return choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability), None
