@@ -20,12 +20,12 @@ QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `lab` command that the arguments name. If the command completes, the process exits with the command's exit
-    status, and this function does not return.
+    """Run the `lab` command that `arguments` (None: `sys.argv[1:]`) names. The process exits with the status of the command if
+    the command completes. Otherwise return an exit status.
 
     Returns:
-        `ExitStatus.MISUSED` (2) if a package of one of pip's extras is missing, or a file or the output cannot be read or
-        written; `ExitStatus.INTERRUPTED` (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
+        `ExitStatus.MISUSED` (2) if an optional package (one of pip's extras) is missing, or a file or the output cannot be read
+        or written; `ExitStatus.INTERRUPTED` (130) after Ctrl-C, SIGTERM or SIGHUP (a closed terminal).
     """
     # Python has None for a stream that was closed when the process began.
     sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
@@ -71,11 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Flush standard output. If this fails, redirect it to /dev/null, because Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
         raise
 
 
@@ -93,10 +92,6 @@ class _Output(io.FileIO):
 
 
 class _Interruption:
-    """A signal handler that raises KeyboardInterrupt. For the next `QUIET_S` seconds, while the command cleans up, it ignores
-    further signals.
-    """
-
     def __init__(self) -> None:
         self._quiet_until = 0.0
 

@@ -41,8 +41,8 @@ MOST_AT_ONCE, MOST_DRAWN = 2**23, 2**28  # numbers of queries, K and V in one ba
 
 @dataclass(frozen=True)
 class Setting:
-    """The decode requests whose errors are measured, and the cache that stores their K and V. Dtypes are names of
-    `lab.ranges.DTYPES`. Raises ValueError for an unknown name and for a number out of range.
+    """The sizes, dtypes and random values of the decode calls whose rounding errors `budget` measures. Dtypes are names such as
+    "bf16" or "nvfp4". Raises ValueError for an unknown name and for a number out of range.
     """
 
     kv: str  #: dtype of the cache
@@ -69,8 +69,8 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests with the original K and V: query [requests, group, head_dim], float32 keys and values [requests, keys,
-    head_dim], and the scale of Q·K^T.
+    """Decode requests before their K and V are rounded to the cache's dtype: query [requests, group, head_dim], float32 keys
+    and values [requests, keys, head_dim], and the scale of Q·K^T.
     """
 
     query: Tensor
@@ -83,8 +83,8 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests. The batches together have `elements` output elements, or fewer if their queries, keys
-    and values would exceed `MOST_DRAWN` numbers.
+    """Yield batches of random requests. All batches together have at least `elements` output elements, or fewer if they would
+    have more than `MOST_DRAWN` (2**28) numbers in queries, keys and values.
     """
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
@@ -125,7 +125,9 @@ def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequest
 
 
 def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
-    """Store the K and V of requests in the setting's cache, and return the arguments of FlashInfer's decode call for them."""
+    """Round the K and V of requests to the dtype of a cache (`setting.kv`), put them into a paged cache, and return the keyword
+    arguments of FlashInfer's decode call.
+    """
     (count, keys, _), device = requests.keys.shape, requests.query.device
     pages = -(-keys // PAGE_SIZE)
     sides = (pad(side, (0, 0, 0, pages * PAGE_SIZE - keys)) for side in (requests.keys, requests.values))
@@ -146,9 +148,7 @@ def call_of(requests: UnstoredRequests, setting: Setting) -> dict[str, Any]:
 
 
 def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
-    """Return (tensors, scale of the cache). The first tensor is K or V in the dtype of the setting's cache. For an NVFP4 cache,
-    the second tensor has the scale factors of the blocks.
-    """
+    """Round K or V to the cache's dtype. Return ([rounded values, for NVFP4 also block scales], scale of the cache)."""
     if setting.kv not in LARGEST:
         return [values.to(dtype_of(setting.kv))], 1.0
     scale = SCALES[setting.scale] * float(values.abs().max()) / LARGEST[setting.kv] or 1.0
@@ -156,7 +156,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return (arguments of the decode call, float64 output on the original K and V, expected results on the stored ones)."""
+    """Return (arguments of the decode call, float64 output for the unrounded K and V, truth for the K and V in the cache)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -172,15 +172,16 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the relative errors of quantisation, of a right kernel (the control) and of `kernel`, for one batch of requests.
+    """Measure the relative errors that the rounding of K and V, a right kernel (the control) and `kernel` make in one batch.
 
     Args:
         atol, rtol: the tolerance of a test.
         kernel: a function with the arguments of FlashInfer's decode call.
 
-    Returns the fields of the setting, and
+    Returns a dict with the fields of the setting, and
         vectors: the number of output vectors.
-        quantisation, kernel, bound: medians over vectors of the quantisation error, the control's error and the judge's bound.
+        quantisation: the median relative error of a vector that the rounding of K and V to the cache's dtype makes.
+        kernel, bound: the control's median error, and the median of the judge's error bounds.
         quantisation_over, kernel_over: the shares of the elements in which quantisation, or the control, exceeds the tolerance.
         given, given_worst: the median error of `kernel`, and its largest ratio of error to bound; absent without `kernel`.
     """
@@ -222,21 +223,22 @@ def explain(
 ) -> Explanation:
     """Decide whether a failed test shows a bug of a kernel, or noise that a right kernel has too.
 
-    The control (a right kernel) is simulated for the requests in `batches`, whose values are distributed like the test's. A
-    *mismatch* is an element that exceeds the test's tolerance. The verdict is::
+    Two kernels are simulated for the requests in `batches`, whose values must be distributed like the test's: a right kernel,
+    and a kernel whose errors equal the judge's error bounds. A *mismatch* is an element that exceeds the test's tolerance. For
+    each kernel, P is the probability that a test of `elements` elements has `mismatched` or more mismatches. The verdict is::
 
-        "bug"        if `off_by` is larger than any difference that the judge allows in one element; or if even a kernel whose
-                     errors equal the judge's bounds has `mismatched` or more mismatches with a probability below `LEVEL`
-        "noise"      if for the control, `mismatched` or more mismatches have a probability of at least `LEVEL`, and so has a
-                     largest difference of `off_by` or more
+        "bug"        if `off_by` exceeds each error that the judge allows in one element; or if P of the kernel at the bounds is
+                     below `LEVEL` (0.001)
+        "noise"      if P of the right kernel is at least `LEVEL`, and the probability that its largest difference is `off_by`
+                     or more is at least `LEVEL` too
         "undecided"  otherwise
 
     Args:
         mismatched, elements: the numbers of mismatches and of all elements in the failed test.
         atol, rtol: the tolerance of the test.
         off_by: the largest absolute difference of the test, if it is known.
-        against: the expected result of the test: float64 attention on the stored K and V ("stored"), the "stored" result
-            rounded to the output's dtype ("rounded"), or float64 attention on the original K and V ("original").
+        against: the expected result of the test: float64 attention on the K and V in the cache ("stored"), the "stored" result
+            rounded to the output's dtype ("rounded"), or float64 attention on the unrounded K and V ("original").
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -277,9 +279,9 @@ def explain(
 def _simulated(
     setting: Setting, batches: Iterable[UnstoredRequests], atol: float, rtol: float, against: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return four tensors [requests] and the number of simulated elements. The tensors have for each request the number of
-    mismatches of a right kernel (the control), the number of mismatches of a kernel whose errors equal the judge's bound, the
-    control's largest difference, and the largest difference that the judge allows.
+    """Return for each simulated request, as tensors [requests]: the number of mismatches of a right kernel, the number of
+    mismatches of a kernel whose errors equal the judge's bounds, the largest difference of the right kernel, and the largest
+    difference that the judge allows. The last value of the tuple is the number of simulated elements.
     """
     parts, simulated = [], 0
     for requests in batches:

@@ -11,7 +11,7 @@ class ExitStatus(enum.IntEnum):
 
     Attributes:
         DONE: the judged implementation is right, or the command has done its work.
-        WRONG: a result is wrong, a call failed, or a timed row is slower than before.
+        WRONG: a result is wrong, a call failed, or a measured time is longer than before.
         MISUSED: an option, a file or a package that the command needs is wrong or missing.
         REFUSED: a time or a verdict is refused: the hardware cannot reach the time, or the kernel changed functions that time
             or judge kernels.

@@ -27,8 +27,8 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise ModuleNotFoundError if one of `packages`, which a part of the lab needs, is not installed. `part` is the part's
-    name in the message, such as "The judge". The message also has the pip command that installs the packages.
+    """Raise ModuleNotFoundError if one of `packages` is not installed. The message says which packages `part`, such as "The
+    judge", lacks, and the pip command that installs them.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

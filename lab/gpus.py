@@ -104,7 +104,9 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family whose tiles and instructions Triton kernels use: the GPU's; SM80 if it is older; SM90 on a CPU."""
+    """Return the GPU family for which Triton kernels choose tiles: SM90 on a CPU, SM80 on an older GPU, else the GPU's
+    family.
+    """
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

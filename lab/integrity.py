@@ -112,7 +112,9 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if nothing has changed since the record, and no watched module and no name in such a module was added."""
+        """Return True if `changes` is empty, no `WATCHED` module or module of the lab was loaded after the record was made, and
+        the recorded modules and classes have no additional name.
+        """
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
@@ -190,7 +192,6 @@ def _held_by(owner: str, holder: Any) -> list[Held]:
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions in a value: the value itself, or those inside a property, a method, a partial or a wrapper."""
     if not isinstance(value, types.ModuleType):
         inner = (getattr(value, name, None) for name in ("fget", "fset", "__func__", "func", "__wrapped__"))
         yield from (each for each in (*inner, value) if isinstance(each, types.FunctionType))

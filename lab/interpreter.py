@@ -97,7 +97,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """Why results with bf16 that Triton's interpreter computed may differ from a GPU's. `noting_bf16` sets the fields."""
+    """What a kernel did with bf16 that Triton's interpreter computes otherwise than a GPU. `noting_bf16` sets the fields."""
 
     computes: bool = False  #: computed on the bit patterns of bf16 values: errors of any size
     truncates: bool = False  #: truncated float32 to bf16, where a GPU rounds: errors of a few roundings
@@ -105,8 +105,8 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """In the `with` block, record whether the interpreter's results with bf16 may differ from a GPU's. The results agree if the
-    kernel converts bf16 to float32 before it computes, and rounds float32 to a bf16 value before it converts to bf16.
+    """Yield a `Bf16`, and record in it during the `with` block whether results may differ from a GPU's. They do not differ if
+    the kernel computes in float32 only, and converts only float32 numbers to bf16 that bf16 represents exactly.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [
@@ -145,8 +145,8 @@ def _dtype_of(operand: Any) -> str:
 
 
 def limit_of(error: BaseException) -> str:
-    """Return a sentence if a limit of Triton's interpreter caused an error, such as inline assembly, or a function of
-    `triton.language` that was imported under another name. Return "" for an error that the kernel may have caused.
+    """Return a sentence if a kernel failed because Triton's interpreter does not support what the kernel does, such as inline
+    assembly. Return "" for an error that the kernel may have caused.
     """
     cause, seen = error, {error}
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause

@@ -84,7 +84,6 @@ def source_of(name: str) -> Path | None:
 
 
 def _file_named(where: str) -> Path | None:
-    """Return the path if the name is a file's, None if it is a module's. Raise FileNotFoundError if there is no such file."""
     path = Path(where)
     if not where.endswith(".py"):
         if "/" in where or where.startswith(".") or path.is_file():
@@ -110,7 +109,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return the path of the file or top-level package from which `load(name)` would import if `folder` were the working
+    """Return a text that identifies the file or top-level package that `load(name)` imports if `folder` is the working
     directory.
     """
     where, _, attribute = name.partition(":")
@@ -122,9 +121,9 @@ def place_of(name: str, folder: Path) -> str:
 
 
 def last_report(kernel: str, part: str = "") -> Path | None:
-    """Return where the user's cache keeps the last report about a kernel, or about a `part` of it such as a check; None if the
-    cache is not writable. The file's name contains a digest of the kernel's location, because two kernels may have the same
-    name.
+    """Return the path at which the user's cache keeps the last report about a kernel; None if the cache is not writable.
+    Reports with different values of `part`, such as "invariance", have different paths. The file's name contains a digest of
+    the kernel's location, because two kernels may have the same name.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:

@@ -1,4 +1,4 @@
-"""Name the checks, functions and profiles of the judge. The commands look these names up before they import torch."""
+"""Name the judge's checks, functions and engines. The commands look these names up before they import torch."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ BY_CALLS = "R1"  # the check of `lab judge --calls`, which --only does not name
 
 
 class AttentionCall(NamedEnum):
-    """FlashInfer's attention functions that the lab models. The value is the function's name."""
+    """FlashInfer's attention functions that the lab can judge. The value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
@@ -54,8 +54,8 @@ INTERFACES: tuple[Interface, ...] = (*AttentionCall, *MetadataFunction)
 
 
 def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
-    """Return the key of `named` that has the name `name`. The values of `named` are the names of each key. Raise ValueError if
-    no key has this name; the error message calls a key a `kind`, such as "check".
+    """Return the key of `named` whose tuple of names contains `name`. Raise ValueError if there is none. `kind` is the word for
+    a key in the error message, such as "check".
     """
     for each, names in named.items():
         if name in (each, *names, names[0].lower()):
@@ -70,8 +70,8 @@ def check_name(text: str) -> str:
 
 
 def functions_named(names: Iterable[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names. A name is short, such as "decode", or the name of FlashInfer's or the engine's
-    function. Without names, return all functions.
+    """Return the functions with these names, or all functions if `names` is empty. A name is short, such as "decode", or the
+    full name, such as "trtllm_batch_decode_with_kv_cache".
     """
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(of_name(name, named, "function") for name in names) or INTERFACES

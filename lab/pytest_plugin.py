@@ -102,9 +102,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _workers(name: str, config: pytest.Config) -> Any:
-    """Return a pool with one worker process, which loads the kernel `name`. If the kernel crashes its worker, pytest
-    continues.
-    """
+    """Return a pool with one worker process for the kernel `name`, so that a kernel that crashes does not end pytest."""
     from lab.checks.run.judge import TIME_LIMIT_S
     from lab.checks.run.judging import device_of
     from lab.checks.run.refusals import Refusals
@@ -197,8 +195,6 @@ class NotRight(Exception):  # noqa: N818 - a verdict
 
 
 class CheckOfFunction(pytest.Item):
-    """A pytest item that judges one function of a kernel by one check."""
-
     def __init__(self, *, check: str, interface: Interface, **node: Any) -> None:
         super().__init__(**node)
         self.check, self.interface = check, interface

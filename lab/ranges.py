@@ -100,7 +100,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`: help text, type, and further values for check K18 (combinations)."""
+    """The command-line option of a field of `Ranges`, and which of its values the judge tries."""
 
     help: str
     kind: Kind
@@ -127,7 +127,7 @@ def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
 @dataclass(frozen=True)
 class Ranges:
     """The sizes, dtypes and features from which the judge makes cases. Narrow a field to the values that a kernel supports.
-    Raises ValueError if a field has no value, has a value twice, or has a value from which no case can be made.
+    Raises ValueError if a field is empty, has a value twice, or has a value from which no case can be made.
     """
 
     dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _field(
@@ -226,8 +226,8 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of the field `name` for check K18: the values of the field, followed by `Option.beyond` if the
-        field was not changed from its default.
+        """Return the values of the field `name` for check K18 (combinations). If the field has its default, values that fewer
+        kernels support (`Option.beyond`) follow the default values.
         """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
@@ -235,8 +235,8 @@ class Ranges:
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, dtype: "torch.dtype", kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return the dtype to which a kernel may round the operands of Q·K^T and of P·V, for a query of `dtype` and a cache of
-        `kv_dtype`. None means the query's dtype.
+        """Return e4m3 if a kernel may round the operands of Q·K^T and of P·V to e4m3, for a query of `dtype` and a cache of
+        `kv_dtype`. Otherwise return None: the operands keep the query's dtype.
         """
         from lab.calls.problem import E4M3
 
@@ -251,7 +251,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small synthetic model whose head counts and head_dim are in the ranges: "tiny" if possible."""
+        """Return the name of a small synthetic model that these ranges permit, such as "tiny" or "tiny-4x2x128-sinks"."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")

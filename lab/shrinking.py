@@ -11,8 +11,9 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Reduce a failing subject, such as a case, as long as a reduced version still fails (`stays_wrong`), and return the last
-    failing one. Each function in `reductions` yields reduced versions of a subject.
+    """Return the smallest failing version of `subject`, such as a case, that the reductions reach. Each reduction yields
+    smaller versions of a subject; the first one that fails (`stays_wrong`) replaces the subject, until no smaller version
+    fails.
     """
     is_smaller = True
     while is_smaller:
