@@ -32,8 +32,9 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Return for each function a list of random RIGHT verdicts: up to `AUDITED` on cases of the type `Configuration`, and up to
-    `AUDITED` on other cases, whose seed is replaced by a random one that the kernel cannot know.
+    """Choose at random the right cases of each function that the audit judges again: up to `AUDITED` cases of the type
+    `Configuration` (a call as parameter values), and up to `AUDITED` cases of other types. Return a list of verdicts per
+    function. The seeds of the other types are replaced by random ones, which the kernel cannot know.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}
@@ -57,8 +58,8 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases of each function again, and yield the new verdicts. If `is_over()` is true, one case of each
-    function is enough, unless the lab cannot judge it. If the lab can judge no case of a function, the last one is FAILED.
+    """Judge some right cases of each function again, and yield the new verdicts. After the run's time is over (`is_over`),
+    judge one case per function that the lab can judge. If the lab can judge no case of a function, its last verdict is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = is_prevented = False
@@ -74,8 +75,8 @@ def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[]
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case again in a worker process. If it is right, send its output to a process without the kernel's code, and
-    return the judgement of this process.
+    """Judge a right case again in a worker. If the worker finds it right, let a process without the kernel's code judge the
+    output. Return the last judgement; DISHONEST if the kernel now refuses the calls.
     """
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is Outcome.DECLINED and not judged.by_lab:

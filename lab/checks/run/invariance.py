@@ -77,7 +77,7 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """The report of a run that tried factors, such as the batch size, and the factors that are required to change no bit."""
+    """The result of `lab invariance`: the judge's report, and the factors, such as the batch size, that may change no bit."""
 
     report: Report
     required: tuple[str, ...] = ()  # keys of factors
@@ -92,7 +92,9 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the results for required factors whose answer is not SAME, for functions and dtypes with a judged call."""
+        """Return a result for each required factor, function and pair of dtypes for which some call changed a bit, or could not
+        be made. Functions and dtypes for which no call with any factor was judged are left out.
+        """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
         asked = (each for each in self.dependences if each.check in self.required)

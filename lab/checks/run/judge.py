@@ -78,20 +78,20 @@ def judge(
         level: QUICK, SMOKE or FULL, or "quick", "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
         only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; () for all checks.
-        functions: the functions to judge, by FlashInfer's names or short ones such as "decode"; () for all that there are.
+        functions: the functions to judge, by FlashInfer's names or short ones such as "decode"; () for all.
         device: the device to run on; None for a GPU if there is one, else the CPU.
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or open `Workers` with the same implementation and settings.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case is begun later than this many seconds after the start (but at least 8 s after the first worker is
-            ready, if `most_seconds` is that long). A case that still runs 2 s later is left out. None: 17 at the quick level,
-            or `for_seconds` if that is more; no limit at other levels.
-        drawn: number of random cases for each check and function; None for the number of the level.
+        most_seconds: no case is begun after this time, in seconds from the start (but the first worker gets 8 s, or
+            `most_seconds` if that is less). A case that runs 2 s longer is left out. None: 17 at the quick level, or
+            `for_seconds` if that is more; no limit at other levels.
+        drawn: number of random cases for each check and function; None for the default of the level.
         refusals: the exceptions that count as refusals, or their names; None for those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out: file of the report, which is written during the run.
-        fresh: judge all cases; else right and declined cases in `out` are kept, if its run had the same settings and sources.
+        fresh: judge all cases. False: keep right and declined verdicts of the report `out` if settings and sources are equal.
         first_failure: begin no case after the first wrong or failed case.
         discover: if most cases of a function are declined, judge it again with the parameter values that it accepts.
         seed: seed of random choices, instead of the seed in `ranges` (default 0).
@@ -151,14 +151,15 @@ def judge_recorded(
     time_limit_s: float = TIME_LIMIT_S,
     refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
 ) -> CaseVerdict:
-    """Judge one case of a report again. Known failures are not looked up, so that their cases are WRONG and not KNOWN.
+    """Judge one case of a report again. Known failures are not looked up: a case that is KNOWN in the report is WRONG here.
 
     Args:
         path: path of the report.
         number: number of the case in the report, from 1.
-        implementation: name of an implementation, which is imported again.
-        device, refusals: as in `judge`; None for those of the report, as for `implementation`. Exceptions in the report must
-            be built-in or from the kernel's package.
+        implementation: name of the implementation to import; None for the implementation of the report.
+        device: the device to run on; None for the device of the report.
+        refusals: exceptions that count as refusals, or their names; None for those of the report, which must be built-in or
+            from the kernel's package.
         isolated, time_limit_s: judge in a worker process, within this time limit.
 
     Raises:
@@ -197,7 +198,6 @@ def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
 
 
 def _digest(report: Report, sources: str, *settings: Any) -> str:
-    """Return a digest of everything that determines the verdicts of a run; "" if `sources`, the digest of sources, is ""."""
     machine = [report.environment.get(part) for part in VERDICT_PARTS]
     whole = replace(report, environment={}, shard="", folder="")  # the shards of a run have one digest
     return hashlib.sha256(repr((sources, whole, machine, settings)).encode()).hexdigest() if sources else ""
@@ -212,9 +212,6 @@ def _folder_of(implementation: Any) -> str:
 
 
 def _offered(pool: Workers, name: str, wanted: Sequence[Interface], is_digested: bool) -> tuple[list[Interface], str]:
-    """Return the wanted functions that the implementation has, and a digest of the sources, which a later run or a merger of
-    shards reads; "" unless `is_digested`.
-    """
     has, sources = pool.call(partial(offer_of, name if is_digested else ""))
     if not (offered := [each for each in has if each in wanted]):
         raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")

@@ -180,7 +180,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Record whether the verdict must end the run. Return it with the names of the engines that send its case."""
+        """Record a failure that may end the run. Return the verdict with the names of the engines that send its case."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
@@ -363,8 +363,9 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Judge the cases of several checks at the same time, so that a case that takes minutes delays only its own check. Stop if
-    `goes_on` returns False, or at the time `end` of `time.monotonic`. Return the number of cases that still run then.
+    """Advance each generator when the case that it yielded is judged, so that a case that takes minutes delays only one
+    generator. Stop if `goes_on` returns False, or at the time `end` of `time.monotonic`. Return the number of cases that still
+    run then.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

@@ -76,13 +76,13 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 @functools.cache
 def noted() -> Bindings:
-    """Return a record of the judge's functions and settings. It is made by the first call, before a kernel runs."""
+    """Return a record of the judge's functions and settings. The first call, before a kernel runs, makes the record."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 
 
 def note_current() -> None:
-    """Replace the record of `noted` if functions or settings have changed between two runs, when no kernel was running."""
+    """Renew the record of `noted` if functions or settings were changed since. Call this only when no kernel is running."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
@@ -188,7 +188,7 @@ def _explains(bf16: Bf16, run: CaseRun) -> bool:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the torch device with a name such as "cuda:1"; for None the GPU if there is one, else the CPU."""
+    """Return the torch device with a name such as "cuda:1". None stands for the GPU, or for the CPU if there is no GPU."""
     count = torch.cuda.device_count()
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,7 +204,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def named_implementation(implementation: Any) -> tuple[str, Any]:
-    """Return (name, implementation) of an implementation, which is imported if `implementation` is its name."""
+    """Return (name, module or object) of an implementation. If `implementation` is a name, import the module of this name."""
     note_current()  # before a module is imported that may change the judge's functions
     if isinstance(implementation, str):
         return implementation, load(implementation)
@@ -212,8 +212,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks in `only`: first those given by key or name, in the order of keys, then the `Check` objects. Return all
-    checks if `only` is empty.
+    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in `only`. If
+    `only` is empty, return all checks.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

@@ -47,7 +47,7 @@ class FailingKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A known failure of a kernel: the checks that show it, a pattern of the error sentences, and predicates of the cases."""
+    """The wrong results that one failure of a kernel explains: their checks, the texts of their errors, and their cases."""
 
     kernel: FailingKernel  #: the kernel that fails
     checks: tuple[str, ...]  #: keys of the checks that show the failure, such as "K2"

@@ -10,8 +10,8 @@ from lab.loading import LoadError, is_same_module, load, name_of
 
 @dataclass(frozen=True)
 class Refusals:
-    """The exceptions that count as refusals of a call, by their names. The method `resolve` imports them. Only a process that
-    loads the kernel may call it, because an exception may be defined in the kernel's module.
+    """The names of the exceptions by which a kernel refuses a call. Call `resolve`, which imports the exceptions, only in a
+    process that loads the kernel, because an exception may be defined in the kernel's module.
     """
 
     names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"

@@ -35,16 +35,16 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the judged functions that an implementation has, and a digest of the sources of the implementation and the lab.
-    The digest is "" if it has none of these functions, or if `name`, the name of the implementation, is "".
+    """Return (the judged functions that an implementation has, a digest of the sources of the implementation and the lab). The
+    digest is "" if the implementation has no judged function, or if `name`, its name, is "".
     """
     interfaces = interfaces_of(implementation)
     return interfaces, _digest(name) if name and interfaces else ""
 
 
 def digest_of_files(name: str) -> str:
-    """Return a digest of the source files in the folder of an implementation. Unlike `offer_of`, this function does not load
-    the implementation, whose code could return the digest of other sources.
+    """Return a digest of the source files in the folder of an implementation. The implementation is not loaded, because its
+    code could falsify the digest.
     """
     source = source_of(name)
     files = [Path(each) for each in sorted(_sources_in(str(source.parent)))] if source else []
@@ -167,7 +167,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in the report at `path`, by key; none if there is no report, or the report has another digest."""
+    """Return {key: verdict} of the report at `path`, or {} if there is no report or if it has another digest than `digest`."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

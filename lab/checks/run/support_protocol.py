@@ -65,7 +65,6 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError with the class and message of an error that the implementation raised."""
     message = message_of(error)
     sentence = message.split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else message  # CUDA adds advice
     return KernelError(f"it raised {type(error).__name__}: {sentence}".removesuffix(": "))
@@ -184,7 +183,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def own_name(error: BaseException | None, function: Callable[..., Any]) -> str:
-    """Return the name of an error's class for the option `--refusals`; "" if `function` is in another package."""
+    """Return an error's class as the option `--refusals` names it; "" if the class is not from the package of `function`."""
     kind, module = type(error), str(getattr(function, "__module__", ""))
     if getattr(sys.modules.get(module), kind.__name__, None) is kind:
         return kind.__name__
@@ -285,7 +284,6 @@ class KernelCalls:
         return self.invoke(interface, call, arguments, by_engine=of_engine and not prefix)
 
     def once(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        """Call `function` once with these arguments. Raises Unsupported if it refuses them, and KernelError if it fails."""
         self.count += 1
         try:
             return invoke(function, args, arguments, self.refusals)
@@ -299,9 +297,9 @@ class KernelCalls:
     ) -> Any:
         """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
-        If all calls are refused, raise the refusal of the call without the arguments on which no result depends. A refusal
-        after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass (`by_engine`),
-        the repeated call may omit `out`, and its result is copied into `out`.
+        If all calls are refused, raise the last refusal for which only arguments without effect on the result were left out. A
+        refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
+        (`by_engine`), the repeated call may omit `out`, and its result is copied into `out`.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():

@@ -178,8 +178,8 @@ _FIELDS: dict[str, Any] = {
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the judgement that a worker sent. If it is no `Judged` of a worker, or is RIGHT with an error above its bound, a
-    kernel has changed it: return a DISHONEST judgement. Only a process without the kernel's code may call this function.
+    """Return the judgement that a worker sent; a DISHONEST one if a field has a wrong type, or if a result is RIGHT with an
+    error above its bound: a kernel in the worker changed it. Call this only in a process without the kernel's code.
     """
     # Unpickling sets fields without `__init__`. No worker calls a failure KNOWN.
     fields = vars(judged) if type(judged) is Judged else {}
@@ -241,8 +241,8 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
 
 
 def largest_ulps(out: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs, [num_rows, num_heads, head_dim] of one dtype. The unit is that of the last
-    place of the largest element in the same (row, head) vector. Return infinity if an element that differs is not finite.
+    """Return the largest difference of two outputs [num_rows, num_heads, head_dim] of one dtype, in units in the last place
+    (ulps) of the largest element in the same (row, head) vector. Return infinity if an element that differs is not finite.
     """
     limits = torch.finfo(out.dtype)
     left, right = out.double(), other.double()

@@ -155,7 +155,7 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Return the judgement of `work(*arguments)` in a process without the kernel's code. An error gives FAILED."""
+        """Return the judgement `work(*arguments)` of a process without the kernel's code; FAILED if it raises an error."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
@@ -167,9 +167,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case for judging by the check with the key `check`, which varies the case within `ranges` (None: those of
-        `self`). A call of the returned `Pending` raises TooLate if the case did not begin by `end`, a time of
-        `time.monotonic`.
+        """Submit a case to the check with the key `check`, which may vary the case within `ranges` (default `self.ranges`). The
+        returned `Pending`, if it is called, raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -285,9 +284,6 @@ def _call_with(function: Callable[[Any], Answer], name: str, refusals: Refusals 
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker process. If the kernel destroyed the CUDA context or used up all file descriptors, write the
-    errors to the file `last_words`, one per line, and end the process with the exit status `SPOILED`.
-    """
     where = torch.device(task.device)
     last_words.parent.mkdir(exist_ok=True)  # a kernel may have removed the folder
     with last_words.with_suffix(STACK).open("w") as stack, last_words.open("w") as words:
@@ -299,7 +295,7 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
         finally:
             faulthandler.cancel_dump_traceback_later()
         if judged.outcome is not Outcome.DISHONEST and (lost := _lost(judged, where)):  # a dishonest case ends the run
-            words.write("\n".join((*judged.wrongs, lost)))
+            words.write("\n".join((*judged.wrongs, lost)))  # for the main process
             words.flush()
             os._exit(SPOILED)
     if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
