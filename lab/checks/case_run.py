@@ -52,8 +52,8 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """How a check calls the attention function `<name>`: directly (WHOLE), or by a callable that the implementation's function
-    `prepare_<name>` or `plan_<name>` returns. The value is the prefix, such as "prepare_".
+    """A way to call the attention function `<name>`: directly (WHOLE), or in two steps. In two steps, the implementation's
+    function `prepare_<name>` or `plan_<name>` returns a callable, which makes the call. The value of a member is this prefix.
     """
 
     WHOLE = ""
@@ -62,14 +62,11 @@ class CallForm(NamedEnum):
 
 
 class Result(NamedTuple):
-    """What an attention call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
-
-    `call` has the features (named properties such as `kv_len`) of the call; None stands for the features of the latest call.
-    """
+    """What an attention call returned: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
 
     out: Tensor
     lse: Tensor | None
-    call: CallFeatures | None = None
+    call: CallFeatures | None = None  # features of the call, such as `kv_len`; None: those of the run's last call
 
     def leading(self, rows: int) -> "Result":
         return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
@@ -94,7 +91,7 @@ Inputs = CallInputs | BuiltCall | GivenCall
 
 
 class CaseRun:
-    """The run of a check on one case. It makes the calls of the case, and records their errors without raising them."""
+    """Makes the calls of one test case, compares their results with the expected ones, and records the errors."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class CaseRun:
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the tensors of a case (None: `self.case`). `storage` replaces fields of its memory layout (`Storage`)."""
+        """Build the tensors of a case (None: `self.case`). `storage` replaces fields of `Storage`, the case's memory layout."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -136,7 +133,7 @@ class CaseRun:
         """Make the call of `inputs`, with arguments replaced by those in `changes`. Return its results without padding rows.
 
         Raises:
-            Unsupported: the implementation refused the call, and also each call that passes the same values in another form.
+            Unsupported: the implementation refused the call, and refused it with equivalent arguments too.
             KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
@@ -159,8 +156,8 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def base_call(self, what: str, **storage: Any) -> tuple[AttentionInputs, Truth, Result]:
-        """Make the call of the case, and record an error, which begins with `what`, if its output is wrong. Return (inputs,
-        expected result, result). `storage` goes to `build`.
+        """Make the call of the case. If its output is wrong, record an error that begins with `what`. Return (inputs, expected
+        result, result). `storage` replaces fields of `Storage`, the case's memory layout.
         """
         inputs = self.build(**storage)
         truth, result = inputs.truth(), self.call(inputs)
@@ -177,12 +174,12 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error unless its result agrees
-        with `expected`: within the error bound of a `Truth`, or bit for bit with a `Result`. Return the result, or None if the
-        call is refused, fails or is not made.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error if the call fails, or if
+        its result differs from `expected`: by more than the error bound of a `Truth`, or in any bit of a `Result`. Return the
+        result; None if the call failed, was refused or was skipped.
 
-        If the implementation refuses the call, raise Unsupported if `needed`, else record the refusal. In a case with selected
-        pages, selected entries or ranks, FlashInfer may not allow the changed arguments: such a call is made only if `needed`.
+        If the implementation refuses the call, record the refusal; raise Unsupported instead if the call is `needed`. Skip a
+        call that is not `needed` if FlashInfer does not allow `changes` for the sparse or context-parallel call of the case.
         """
         case, result = self.case, None
         is_special = isinstance(case, AttentionCase) and (case.head_pages or case.rank or case.top_k)
@@ -200,7 +197,7 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make the call of `inputs` and check its result as `vary` does. Raise Unsupported if the call is refused."""
+        """Make a call, and record an error if it fails or if its result is wrong. Raise Unsupported if it is refused."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
@@ -236,8 +233,9 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions, for the lab's engine code to call. Default values of
-        arguments are not passed. The object also has `prepare_<name>` for each function that has the variant `form`.
+        """Return an object with the implementation's attention functions, for the lab's engine code to call. The object also
+        has `prepare_<name>` if the implementation has it or, for the form PLANNED, if the implementation has `plan_<name>`.
+        Arguments that equal their default are not passed.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -254,7 +252,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features (named properties such as `kv_len`) of the next call. They are recorded with its errors."""
+        """Return the features (named properties such as `kv_len`) of the next call, and keep them for errors of the call."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -265,7 +263,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record that `what` was compared, and sentences about its errors (`wrongs`). `kind` is "memory" or similar."""
+        """Record what was compared, and a sentence in `wrongs` for each error. `kind` is the kind of data, such as "memory"."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)
@@ -322,14 +320,12 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 
     def fail(self, failure: str, what: str = "") -> None:
-        """Record that the call `what` failed with the message `failure`. Equal messages are recorded once."""
         failure = shortened(failure, SHOWN_CHARACTERS)
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, "return", OutputComparison(failure))
 
     def decline(self, sentence: str) -> None:
-        """Record a sentence about a refused call, unless it is recorded already."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 

@@ -45,8 +45,8 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in the parsed JSON of a report, without `judged.results`, which a report does not have. Raise
-    ReportError if the JSON is no report, or if its cases have no numbers.
+    """Yield the verdicts in the parsed JSON of a report. They have no results of single calls (`judged.results`), because a
+    report does not store them. Raise ReportError if the JSON is no report, or if a case has no number.
     """
     where = ""
     try:
@@ -174,8 +174,8 @@ def _built(node: ast.expr) -> Any:
 
 
 def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
-    """Merge the reports of all shards of a run into one report. A case that several shards judged gets the worst of its
-    verdicts. The caller writes the merged report to the file `out`, which the commands that reproduce a case name. Raise
+    """Merge the reports of all shards (parts) of a run into one report. If several shards judged a case, keep the worst
+    verdict. The commands that reproduce a case name the file `out`, to which the caller writes the merged report. Raise
     ReportError unless `paths` are the reports of all shards of one run, and each shard has ended.
     """
     by_path = {path: read_record(path) for path in paths}

@@ -136,7 +136,7 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data. Unless `is_diagnosed`, omit the diagnosis and the coverage, which take a second."""
+        """Return the report as JSON data. Unless `is_diagnosed`, omit diagnosis and coverage, whose computation is slow."""
         return {
             **{name: getattr(self, name) for name in WRITTEN},
             "level": self.level.value,

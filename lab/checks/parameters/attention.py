@@ -38,7 +38,7 @@ def balanced(
     ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
 ) -> Iterator[AttentionCase]:
     """Yield `count` random cases in which each value of a parameter occurs equally often. Many lengths end at the edge of a
-    page or tile. The cases have at most `num_builds` combinations of the values for which kernels are compiled.
+    page or tile. Few kernels are compiled: for at most `num_builds` combinations of values such as dtype and page size.
     """
     seed += SEEDS * ranges.seed
     # All checks have the same combinations of compile-time values.
@@ -70,9 +70,8 @@ def case_within(
 
     Args:
         ranges: determines only the dtype to which a kernel rounds its operands (`Ranges.arithmetic`).
-        values: maps names of fields of `Ranges`, such as "dtypes", to the case's value. It needs the dtypes, the page size and
-            the fields for heads and head dimensions of `interface`. Without "sinks" there are no sinks, and without
-            "kv_layouts" the layout is HND.
+        values: the values of fields of `Ranges`, by name. Required are "dtypes", the page size, and the numbers of heads and
+            the head dimensions that `interface` has. The defaults are no sinks, and the layout HND.
         window_left: the number of keys before its own that a query row sees; -1: all.
         seed: the seed of the tensors' contents.
         page_seed: the seed with which the pages of the cache are shuffled.

@@ -20,7 +20,7 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Change usual cases (`plain`) into cases of this kind. Yield one case for each change in `forms`, at most `count`."""
+        """Yield calls of this kind: `plain` cases, each with a change in `forms`, in all at most `count` (None: any number)."""
         # The seed of the first usual case selects the form to begin with, so that different checks begin with different forms.
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0

@@ -66,16 +66,16 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield the groups of calls that a model permits; none for a metadata builder.
+    """Yield groups of calls for which kernels have separate code, if the model permits them; none for a metadata builder.
 
-    There are four groups with one query row per request, and four with several rows:
-    1. A request has thousands of keys. At most `FEW` of the parameters in `DECISIVE`, which decide which keys a row sees, have
-       other values than the default. The parameters in `OWN_CODE` have their default. A model without them has no group 1.
-    2. As group 1, but the parameters in `OWN_CODE` may also differ from their default.
-    3. A request has thousands of keys. At most `SEVERAL` parameters that are not in `DECISIVE` differ from their default.
+    Four groups have one query row per request, and four have several rows per request:
+    1. A request has thousands of keys. At most `FEW` axes differ from their default: axes of `DECISIVE`, which decide which
+       keys a row sees, except those of `OWN_CODE`. A model without axes of `OWN_CODE` has no group 1.
+    2. As group 1, but including the axes of `OWN_CODE`, such as "mask".
+    3. A request has thousands of keys. At most `SEVERAL` axes differ from their default, none of them in `DECISIVE`.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
 
-    A model with the axis `causal` has one more group: non-causal calls with fewer keys than rows. In all groups, several query
+    A model with the axis "causal" has one more group: non-causal calls with fewer keys than rows. In all groups, several query
     heads share a K/V head if the model has such values.
     """
     axes = model.axes

@@ -87,8 +87,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets: the values, pairs and triples of values in judged cases, and those in declined cases. Cases that failed
-    before a result was compared do not count.
+    """Return two sets of values, pairs and triples of values: those in cases that were judged, and those in cases that the
+    kernel declined. Cases that failed before a result was compared do not count.
     """
     held = [each for each in verdicts if each.outcome is not Outcome.FAILED or each.judged.judged]
     of_judged, of_declined = (
@@ -103,8 +103,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model | None, list[Values]]:
-    """Return (model, combinations) to be tried again. The model has only the values that have a judged case; None if a
-    parameter has no such value. The combinations are pairs and triples of these values without a judged case.
+    """Return (model, combinations) for further cases. The model has only values that a judged case has; it is None if a
+    parameter has no such value. The combinations are the pairs and triples of the model's values that no judged case has.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

@@ -75,7 +75,7 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 class Model:
     """The parameters (axes) of a call with their values, and rules that forbid combinations of values.
 
-    Raises ValueError if an axis has no values, if a rule or a triple names an unknown axis, or if the rules forbid all points
+    Raises ValueError if an axis has no values, if a rule or `triples` names an unknown axis, or if the rules forbid all points
     (combinations of one value for each axis).
     """
 
@@ -110,7 +110,7 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model. Values that an axis has twice, and rules and triples that name an axis not in `axes`, are left out."""
+        """Make a model without duplicate values of an axis, and without rules and triples that name an axis not in `axes`."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -137,7 +137,6 @@ class Model:
                 yield rule
 
     def _fitting(self, name: str, point: Point) -> list[Any]:
-        """Return the values of an axis that break no rule together with `point`, which has no value of the axis."""
         has, own = {*point, name}, dict(point)
         rules = [rule for rule in self._rules_of[name] if has >= rule.needs]
 
@@ -164,8 +163,8 @@ class Model:
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return a point (one value for each axis) with these values that breaks no rule; None if there is none. The other axes
-        have their default values if the rules permit them.
+        """Return a point (one value for each axis) that contains `values`; None if the rules forbid all such points. The other
+        axes have their default values if the rules permit them.
         """
         if not self.fits(values):
             return None
@@ -206,7 +205,7 @@ class Model:
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
         """Yield the default point, then for each other value a point with this value and, where the rules permit, default
-        values. Omit values that another part of the run judges (`shard`), except values of the axes `of_all`.
+        values. Omit values that another part of the run judges (`shard`), but keep all values of the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -252,9 +251,10 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a point covers: all that it contains, unless it has
-        values with which a call computes nothing (`vacuous`) or for which kernels have separate code (groups in `apart`; None:
-        the model's groups). Then the point covers only the combinations that contain a value of each of these groups.
+        """Yield the values, pairs and declared triples of values that a point covers. Usually it covers all that it contains. A
+        point with a value of `vacuous` (a call with such a value computes nothing) or of a group in `apart` (kernels have
+        separate code for these values; None: the model's groups) covers only combinations that contain a value of each such
+        group.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}
@@ -265,9 +265,7 @@ class Model:
 
     @functools.cached_property
     def _choosers(self) -> Callable[[frozenset[frozenset[str]]], list[Callable[[Mapping[str, Any]], Values]]]:
-        """Return a function from sets of axes to getters. A getter reads a pair or a declared triple of values from a point.
-        There is a getter for each pair and each declared triple of axes that has an axis of every set.
-        """
+        # From sets of axes: getters that read from a point each pair or declared triple with an axis of every set.
         several = (*itertools.combinations(self.axes, 2), *self.triples)
 
         @functools.cache

@@ -111,8 +111,8 @@ TRIPLES = (("columns", "window_entries", "compressed_entries"), ("q_len", "windo
 def dsv4_inputs(
     of: Chosen, _: Ranges, device: torch.device, lens: Lens | None = None, seed: int = 0, moved: bool = False
 ) -> DSV4Inputs:
-    """Return the tensors of the call that `of` describes. If `lens` is given, for a graph replay, the call has these lengths
-    and sinks. `seed` is added to the seed of the data. If `moved`, the requests have other pages.
+    """Return the tensors of DeepSeek-V4's decode call with the parameter values `of`. For a graph replay, `lens` replaces the
+    lengths, and the call has sinks. `seed` is added to the seed of the data. If `moved`, the requests have other pages.
     """
     has_sinks = lens is not None or of["sinks"] != Sinks.NONE
     lengths = lens or lens_of(of)

@@ -93,8 +93,8 @@ def _watched(*objects: Any) -> Callable[[], dict[str, Tensor]]:
 def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
-    """Return a wrapper of the implementation's metadata builder. If the builder changes a tensor of the batch or of the pool,
-    the wrapper records an error with `features` (None: the features of the last call), and restores the tensor.
+    """Return the implementation's metadata builder in a wrapper. If the builder changes a tensor of its batch or K/V pool, the
+    wrapper records an error with `features` (None: the features of the last call), and restores the tensor.
     """
     function = run.function(interface)
 
@@ -112,8 +112,8 @@ def builder_of(
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Judge the metadata of a forward pass, and then that of a later pass. The metadata of the first pass must not change when
-    the later pass is built, and the metadata of the later pass must not change when the engine overwrites its batch's tensors.
+    """Judge the metadata of a forward pass, and then that of a later pass. When the later metadata is built, the first metadata
+    must not change. When an engine overwrites the tensors of the later batch and its pool, the later metadata must not change.
     """
     of = run.case
     first = metadata_case(of)

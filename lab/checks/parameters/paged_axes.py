@@ -1,7 +1,7 @@
 """Define the parameters (axes) of decode, context and MLA decode calls, their values, and rules between values.
 
-The first value of an axis is its default. The last values of an axis are unusual ones, which many kernels refuse. They are
-omitted if the user has chosen the values of this parameter in `Ranges`.
+The first value of an axis is its default. The last values of an axis are unusual ones, which many kernels refuse. If the user
+chooses the values of a parameter in `Ranges`, the unusual values of its axis are omitted.
 """
 
 from collections.abc import Callable, Sequence

@@ -118,8 +118,8 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set in `kv_lens` the numbers of keys of the longest requests of the configuration `of`: `longest()` keys for the first,
-    third and so on of these requests, and half as many for the second, fourth and so on.
+    """Set in `kv_lens` the numbers of keys of the requests that the value `of["longest_request"]` selects: alternately
+    `longest()` keys and half as many.
     """
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
@@ -177,8 +177,9 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
 def redrawn_paged(
     case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> AttentionInputs:
-    """Return the tensors of a case with the lengths `lens`, for a graph replay. The call has a random mask and, if possible,
-    sinks. `seed` is added to the seed of the data. If `moved`, the requests have other pages.
+    """Return the tensors of a case for a graph replay, with the lengths `lens` and a random mask. The call has sinks if the
+    case has them or, for MLA, if `ranges` permits them. `seed` is added to the seed of the data. If `moved`, the requests have
+    other pages.
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)

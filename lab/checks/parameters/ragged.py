@@ -280,8 +280,8 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case with the lengths `lens`, for a graph replay: with sinks and LSE, and data by `seed` and
-    `moved`.
+    """Return the tensors of a case for a graph replay, with the lengths `lens`, sinks and LSE. `seed` and `moved` select the
+    data: a ragged call has no pages that could move.
     """
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)

@@ -19,7 +19,7 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Chosen:
-    """One call of a function: a value for each parameter (axis), and the seed of the data. See `Configuration`."""
+    """One call of a function: a value for each parameter (axis), and the seed of the data."""
 
     interface: Interface
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # by axis; default values may be left out
@@ -61,11 +61,11 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """How many keys the requests have. LONGER, AS_ROWS and OF_THE_NEXT are only for ragged calls."""
+    """How many keys each request of a batch has."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
-    LONGER = "longer"  # than the request's number of query rows
+    LONGER = "longer"  # than the request's number of query rows; this and the next two are only for ragged calls
     AS_ROWS = "as rows"
     OF_THE_NEXT = "as the next request's rows"  # the whole batch has as many keys as rows, but a request does not
     FEWER = "fewer than rows"
@@ -77,7 +77,7 @@ class _Requests(TextEnum):
 
 
 class Without(_Requests):
-    """Which requests of a batch are empty. As a value of "offsets" they have no query rows, as a value of "lengths" no keys."""
+    """Which requests of a batch are empty. On the axis "offsets", empty requests have no query rows; on "lengths", no keys."""
 
     FIRST = "none first", lambda count: range(1)
     MIDDLE = "none in the middle", lambda count: range(count // 2, count // 2 + 1)
@@ -178,7 +178,7 @@ class LogitScale(TextEnum):
 
 
 class ValueScale(TextEnum):
-    """How `bmm2_scale` (the scale of the output) is passed. 0.9 has many mantissa bits, so that its rounding shows."""
+    """How `bmm2_scale`, the scale of the output, is passed. The value 0.9 shows whether a kernel rounds its mantissa."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -228,11 +228,9 @@ class Lse(TextEnum):
 
 
 class SeqLens(TextEnum):
-    """The dtype of `seq_lens`. With AMID_OTHERS, `seq_lens` is a view of a larger tensor of wrong lengths."""
-
     INT32 = "int32"
     UINT32 = "uint32"
-    AMID_OTHERS = "amid others"
+    AMID_OTHERS = "amid others"  # int32, a view of a larger tensor of wrong lengths
 
 
 class KeyOffsets(TextEnum):
@@ -321,7 +319,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch of a forward pass is padded: with requests of length 0 or 1, or only with query rows."""
+    """How the batch of a forward pass is padded: by requests of length 0 or 1, or by query rows that belong to no request."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0

@@ -29,7 +29,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What determines the fixed (not random) cases of a check: the judged function, the parameter values, and the level."""
+    """What determines the fixed (not random) cases of a check: the judged function, its parameter values, and the level."""
 
     interface: Interface  # the function to judge
     ranges: Ranges  # the values that each parameter may have
@@ -45,7 +45,7 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield `full` random cases at the full level, else `smoke`. All values of a parameter occur equally often."""
+        """Yield random cases with equally frequent values of each parameter: `full` cases at level FULL, else `smoke`."""
         num_builds = QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, num_builds)
 
@@ -90,7 +90,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """Return the check's name in snake_case, such as "poison"; its key if it has no name."""
+        """Return the check's name in snake_case, such as "poison" for K4; its key if the check has no name."""
         return CHECKS.get(self.key, self.key)
 
     @property
@@ -98,7 +98,7 @@ class Check:
         return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed (not random) cases for a function. Only K18 divides them by `shard`, the part of a divided run."""
+        """Return the fixed (not random) cases for a function. `shard` is one part of a divided run; only K18 uses it."""
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases

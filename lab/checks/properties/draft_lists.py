@@ -1,7 +1,7 @@
 """Find wrong or missing elements in the KV index lists of a speculative draft, and writes outside these lists.
 
-A test reads few elements of long lists, so that it misses a wrong block of elements, or a write after the end of a list. This
-check compares every element of every buffer, guard elements included, with the result of loops over requests, branches and
+A usual test reads few elements of long lists, so that it misses a wrong block of elements, or a write after the end of a list.
+This check compares every element of every buffer, guard elements included, with the result of loops over requests, branches and
 tokens.
 """
 
@@ -54,7 +54,7 @@ def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeat
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Judge the KV index lists of the speculative draft in `run.case`, then those of another draft in the same buffers."""
+    """Judge the KV index lists of the speculative draft `run.case`, then the lists of a second draft in the same buffers."""
     of: Configuration = run.case
     given = {name: value for name, value in of.values.items() if name in DraftListsCase.__dataclass_fields__}
     given |= {"dtypes": {name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES}}

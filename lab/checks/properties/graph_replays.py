@@ -31,8 +31,8 @@ WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield (graph mode, replay sequence, number) for each case of the scope's level; `more` has further graph modes. By the
-    number, a caller chooses further settings of the case in turn.
+    """Yield (graph mode, replay sequence, turn) for each case of the scope's level. `more` are additional graph modes. The
+    number `turn` differs from case to case: a caller uses it to alternate further settings.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:

@@ -1,8 +1,8 @@
 """Find a result that depends on memory that must not affect it: page tails, unread pages, unused page table columns.
 
-Other tests set this memory to zero or to random values, so that a weight of zero hides a read. Here it holds zeros, then the
-largest finite values, then NaN. So do entries that no row selects, and pages before a sliding window. Unused columns of the
-page table name foreign pages, page -1 and pages far outside the pool. No bit of the result may change.
+Other tests set this memory to zero or to random values, so that a weight of zero hides a read. Here page tails, unread pages,
+pages before a sliding window and entries that no row selects hold zeros, then the largest finite values, then NaN. Unused
+columns of the page table name foreign pages, page -1 and pages far outside the pool. No bit of the result may change.
 """
 
 from lab.checks.case_run import CaseRun, Result

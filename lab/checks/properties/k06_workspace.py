@@ -61,18 +61,18 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
         run.expect(f"the counters after {what}", [wrong] if count else [])
 
 
-def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call with NaN, then large values in its scratch memory, and return this memory. Expect the bits of `first`."""
-    scratch = scratch_of(call.given["workspace_buffer"], counts)
+def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, has_counters: bool) -> Tensor:
+    """Repeat a call with NaN and with large values in its scratch memory. Return this memory. Expect the bits of `first`."""
+    scratch = scratch_of(call.given["workspace_buffer"], has_counters)
     for what in filled(scratch):
         run.expect_equal_bits(what, run.again(call), first)
     return scratch
 
 
-def scratch_of(workspace: Tensor, counts: bool) -> Tensor:
-    """Return the bytes after a workspace's counters; all bytes if `counts` is False and the kernel used the first bytes."""
+def scratch_of(workspace: Tensor, has_counters: bool) -> Tensor:
+    """Return the bytes after a workspace's counters. If it has no counters, and the kernel used its first bytes, return all."""
     semaphores, scratch = semaphores_and_scratch(workspace)
-    return workspace if not counts and semaphores.any() else scratch
+    return workspace if not has_counters and semaphores.any() else scratch
 
 
 def filled(scratch: Tensor) -> Iterator[str]:
@@ -82,7 +82,7 @@ def filled(scratch: Tensor) -> Iterator[str]:
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with another workspace. Expect the bits of `first`, and no write to the former `scratch`."""
+    """Repeat a call with a new workspace. Expect the bits of `first`, and no write to the old workspace's `scratch`."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

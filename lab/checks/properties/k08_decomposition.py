@@ -25,7 +25,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def several_rows(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least two query rows per request (in a context call at most eight), and as many keys."""
+    """Return the case with 2 or more query rows per request (2 to 8 in a context call), and at least as many keys."""
     most = 8 if case.interface is AttentionCall.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 

@@ -99,9 +99,9 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
     Args:
         make: builds the tensors of a batch.
-        forms: the optional arguments of the call.
+        forms: the optional arguments that the call passes.
         room: the lengths of the largest batch.
-        waits: whether requests may have other numbers of query rows in a replay than at capture.
+        waits: whether the numbers of query rows of requests may differ between capture and replay.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:

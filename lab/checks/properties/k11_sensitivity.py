@@ -124,13 +124,11 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale. With it, exp overflows in a kernel that subtracts the logit of the largest product q·k.
-
-    The scale is -25 times the usual one, or -8 times if the kernel rounds Q to e4m3. With -25, this rounding could give another
-    key the largest weight: plain torch with the same rounding exceeds the error bound in 11 of 12 cases. With -8, the error of
-    plain torch is at most 0.8 of the bound. Calls with this scale must not have sinks, because the sinks would outweigh all
-    keys.
+    """Return a negative bmm1_scale for calls without sinks, which would outweigh all keys. With this scale, exp overflows in a
+    kernel that subtracts the logit of the largest product q·k instead of the largest logit.
     """
+    # If Q is rounded to e4m3, a scale of -25 could give another key the largest weight: plain torch with this rounding exceeds
+    # the error bound in 11 of 12 cases. With -8, its error is at most 0.8 of the bound.
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 

@@ -1,7 +1,8 @@
 """Find MLA or DeepSeek-V4 metadata that does not match its batch: lengths without padding or draft tokens, too narrow tables.
 
-A padded draft extend is right only if lengths, page table and query rows count the same padding, which a test of one formula
-does not show. Metadata and attention are judged as in K16. The page table must contain -1 after a request's pages.
+In a padded draft extend, lengths, page table and query rows must count the same padding. A test that repeats the formula of one
+of them does not show this error. Here the metadata must equal the result of loops over requests, with -1 in the page table
+after a request's pages, and attention with it must match the requests' K/V histories.
 """
 
 from collections.abc import Iterator

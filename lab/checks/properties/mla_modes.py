@@ -1,7 +1,7 @@
 """Find a call that is right in a unit test and wrong in an engine's MLA forward pass.
 
-The check makes forward passes in all modes, from the requests' tokens to the outputs. Unit tests lack their arguments: a page
-table that ends in -1, lengths of a draft extend with padding rows, and lengths of a draft step without draft tokens.
+The check makes forward passes in all modes, from the requests' tokens to the outputs. Unit tests lack an engine's arguments: a
+page table that ends in -1, lengths of a draft extend with padding rows, and lengths of a draft step without draft tokens.
 """
 
 import itertools

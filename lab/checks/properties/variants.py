@@ -20,7 +20,7 @@ Maker = Callable[[CaseRun, GivenCall], Callable[[], Result]]
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the call eagerly. It raises KernelError if a later call than the first is refused."""
+    """Return a function that makes the call eagerly. If its first call was accepted, a later refusal raises KernelError."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
