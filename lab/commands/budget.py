@@ -71,7 +71,7 @@ def budget(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show rounding errors of K/V caches and right kernels and the judge's bound, or say if a test's failure is noise.
+    """Show the rounding errors of K/V caches and of right kernels, or decide whether a test's failure is a bug or noise.
 
     With --mismatched and --elements, a test's failure is compared with simulated right kernels. Exit status: 0 noise, 1 bug,
     125 undecided.

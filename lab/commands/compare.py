@@ -122,8 +122,8 @@ def ab(
 ) -> None:
     """Compare the times of two kernels, or of two scenarios, on this GPU. The samples are interleaved in one process.
 
-    Exit status: 1 if the second side is SLOWER; 3 if a time is refused because a result is wrong, it is shorter than the GPU
-    can reach, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.
+    Exit status: 1 if the second side is SLOWER; 3 if a time is refused: a result is wrong, the time is shorter than the GPU can
+    reach, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.
     """
     from lab.integrity import ChangedBindingsError, bindings
     from lab.reports.ab import ab_report, measure_sides

@@ -31,10 +31,10 @@ def dry_run(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show which kernel a GPU would run for each forward pass, its grid, bytes and least possible time, or why there is none.
+    """Show which kernel a GPU would run for each forward pass, its grid, bytes and least possible time, or why no kernel runs.
 
     No kernel is run, and the GPU need not be here. Exit status: 1 if a forward pass ran other kernels in the run of --recorded;
-    125 if none could be compared.
+    125 if no forward pass could be compared.
 
     The passes are the default scenarios of `lab bench`, and each forward mode of the judge's checks M1 and M2. For SM100 and
     SM103, FlashInfer's own launcher selects the kernels if FlashInfer and CUDA's nvcc are installed. The launcher is compiled

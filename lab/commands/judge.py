@@ -239,7 +239,6 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 def _judge_case(
     path: Path, number: int, name: str | None, refusals: str | None, settings: Mapping[str, Any], console: Console
 ) -> ExitStatus:
-    """Judge one case of a report again and print the verdict. A `name` of None stands for the report's implementation."""
     from lab.checks.record import read_case, read_record
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
@@ -292,7 +291,7 @@ def merge(
     reports: Annotated[list[Path], typer.Argument(help="the reports of all shards of one run")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
 ) -> None:
-    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is as without shards."""
+    """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is that of an undivided run."""
     refuse_unreadable("not merged", *reports)
     from lab.checks.record import merged, replaceable
     from lab.reports.judgement import show as show_report

@@ -27,7 +27,7 @@ def checks(profile: ProfileKey = None) -> None:
 
 
 def implementations() -> None:
-    """List the implementations of FlashInfer's calls, and for each call the kernel that runs here, or what it lacks."""
+    """List the implementations of FlashInfer's calls, each with the kernel that this machine would run, or why it runs none."""
     import torch
 
     from lab.gpus import capability_of

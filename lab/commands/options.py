@@ -180,7 +180,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the recorded call that FOLDER or FOLDER#3 names. If there are several, end the command with `hint`."""
+    """Return the recorded call "FOLDER" or "FOLDER#3". If a folder has several calls, end the command, and show `hint`."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():
@@ -191,7 +191,6 @@ def one_call(recording: str, hint: str = "") -> Any:
 
 
 def need_gpu() -> None:
-    """End the command with NOT_JUDGED if there is no CUDA GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -45,8 +45,7 @@ def record(
 ) -> None:
     """Run a command, and record FlashInfer's attention calls in all its Python processes for `lab judge --calls`.
 
-    The exit status is that of the command. A file has only the pages of K and V that its call reads. It contains data of the
-    users' requests.
+    The exit status is that of the command. A call's file has data of users, but only the pages of K and V that the call reads.
     """
     from lab.recorded import start
     from lab.recorded.recorder import ENVIRONMENT, Triggers
@@ -81,7 +80,8 @@ def shrink(
     ] = False,
     synthetic: Annotated[bool, Option("--synthetic", help="draw all contents, even if the error goes away")] = False,
 ) -> None:
-    """Find the smallest call that is wrong like a recorded one, and write a program that makes it with FlashInfer alone.
+    """Find the smallest call that is wrong for the same reason as a recorded call, and write a program that makes this call
+    with FlashInfer alone.
 
     Ctrl-C ends the search. Then the smallest call that was found so far is written.
     """

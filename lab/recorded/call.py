@@ -45,7 +45,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Raise RecordingError if `path` is not a regular file, or if the code in the `with` block finds that it is damaged."""
+    """Raise RecordingError if `path` is no regular file, or if the code in the `with` block finds that the file is damaged."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Convert an argument from the JSON of FlashInfer's recorder. Raises RecordingError if only its type was recorded."""
+    """Convert the JSON of an argument in FlashInfer's recorder. Raises RecordingError if it has a type but no value."""
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
             return tensors[key]
@@ -113,7 +113,6 @@ class RecordedCall:
 
     @staticmethod
     def function_of(path: Path, name: str) -> AttentionCall:
-        """Return the function with this name. Raises RecordingError if it is not in `RECORDED_CALLS`."""
         if name not in [each.value for each in RECORDED_CALLS]:
             which = f"a call of {name}, and the lab does not read recordings of this function"
             raise RecordingError(f"{path} holds {which}")
@@ -197,7 +196,7 @@ def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Replace each tensor in a value by change(index, tensor). The index is its position in a tuple or list, otherwise 0."""
+    """Replace each tensor by change(index, tensor). The index is the position in a tuple or list, or 0 for a lone tensor."""
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value

@@ -39,7 +39,7 @@ class RecordedCase:
         return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
-        """Read the call, and return it with its problem. Raises the errors of `RecordedCall.problem`."""
+        """Read the call. Return (call, its attention problem). Raises RecordingError if the lab cannot read or judge it."""
         try:
             call = self.read()
             return call, call.problem()

@@ -29,7 +29,7 @@ _ARGUMENT = re.compile(r"(arg_(?P<index>\d{1,9})|kwarg_(?P<name>\w+?))(__\d+)*",
 
 
 def read(path: Path) -> RecordedCall:
-    """Read the call in a folder, or the replay in the folder of one replay. Raises RecordingError if the lab cannot read it."""
+    """Read the recorded call, or the recorded replay, in a folder. Raises RecordingError if the lab cannot read it."""
     record = _last_record(path)
     function = RecordedCall.function_of(path, record["function_name"])
     inputs, outputs = _tensors(path, "inputs"), _tensors(path, "outputs")

@@ -26,10 +26,10 @@ MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
-    """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. Raises RecordingError
-    if the program cannot express an argument. `fault` is what is wrong with the result; None if the result is right or was not
-    judged. `versions` has the GPU's name by "GPU", and the version of each package. `called` is the module or file whose
-    function was called; "" if no call was made, and `fault` is about the recorded result.
+    """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. `fault` is what is
+    wrong with the result, or None. `versions` has the GPU's name by "GPU", and the version of each package. `called` is the
+    module or file that was called to find `fault`; "" if the recorded result was judged. Raises RecordingError if `repro.py`
+    cannot express an argument.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)
@@ -44,7 +44,9 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return the text of `repro.py`; see `write_repro`. Tensors that are too long for this text are added to `saved`."""
+    """Return the text of `repro.py`, which makes the call and checks the result. `fault` and `called`, the module that was
+    called, are for its title. Tensors that are too long for the text are added to `saved`.
+    """
     problem = call.problem()
     is_fault = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)
     raises = f"type(error).__name__ == {fault.error!r}" if fault is not None and fault.error else is_fault

@@ -1,5 +1,6 @@
 """Shrink a recorded call whose result is wrong. A *reduction* is a function that yields smaller or simpler variants of a call.
-A variant may be invalid. Its changed tensors are contiguous. Random values that replaced recorded contents are drawn again.
+A variant may be invalid. In a variant, changed tensors are contiguous, and random values that replaced recorded contents are
+drawn again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +33,15 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
-    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return the smallest call and its fault. Raises
-    RecordingError if the call cannot be shrunk.
+    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return (smallest wrong call, what is wrong
+    with it).
 
-    `find` returns the fault of a call: `recorded_fault`, which judges its recorded output, or a partial of `fault_by_calling`.
-    With `recorded_fault`, a call without an output is not shrunk. If `synthetic`, replace all contents by random values at the
-    end, even if the result is then right. With `recorded_fault`, the returned fault is then None, because the new contents have
-    no output.
+    Args:
+        find: returns what is wrong with a call, or None. `recorded_fault` makes no call and judges the recorded output.
+        synthetic: finally replace all contents by random values, even if the call is then right. The second returned value is
+            then None if the call is right, or if `find` is `recorded_fault`, because the new contents have no output.
+
+    Raises RecordingError if the call is right or cannot be shrunk.
     """
     call.refuse_unsupported("shrunk")
     try:
@@ -88,7 +91,7 @@ def parts_of(call: RecordedCall) -> list[Part]:
 
 
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
-    """Return a call that keeps only these parts (rows and first keys) of its requests, and no rows outside a request."""
+    """Return a call that keeps only these parts of its requests. A part is some rows and the first keys of one request."""
     problem = call.problem()
     offsets, unit = problem.row_offsets(), keys_per_offset(problem)
     sizes = [(part.request, len(part.rows), part.kv_len) for part in parts]
@@ -166,7 +169,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without the pages that the call does not read: pages in the page table's order, then in the old order."""
+    """Yield two variants without the unread pages: the first in the order of the page table, the second in that of the pool."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page

@@ -1,4 +1,4 @@
-"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs. They do not change a verdict."""
+"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs. Neither changes a verdict."""
 
 import itertools
 from collections.abc import Sequence

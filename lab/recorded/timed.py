@@ -28,7 +28,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 
 def sizes_of(problem: Problem) -> SimpleNamespace:
-    """Return a problem's sizes, such as `bytes_moved`. If rows select entries, a request's keys are its distinct entries."""
+    """Return a problem's sizes, such as `bytes_moved`. The keys of a sparse problem are the selected entries, each once."""
     q_lens, kv_lens = problem.q_lens(), num_keys(problem)
     visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
     seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -64,7 +64,6 @@ class RecordedPass:  # with what the timing of an `EnginePass` needs
 
     @classmethod
     def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
-        """Read a recorded call. Raises RecordingError if it cannot be read or is not supported."""
         call, problem = recorded.posed()
         call.refuse_unsupported("timed")
         sizes, given = sizes_of(problem), call.arguments(device)

@@ -205,7 +205,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence with the parameter values that the cases with this change have, and that right cases do not have."""
+    """Say in a sentence which parameter values the cases with this change have, and right cases do not have."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [

@@ -5,8 +5,9 @@ clock and state of the L2 cache. Driver, versions and commit may differ. Runs wi
 clocks are not compared. Two rows are refused if they were measured by different methods, did different work or ran at different
 GPU clocks.
 
-A GPU reduces its clocks at a limit, such as its power limit. A verdict that this may have caused becomes UNSURE: SLOWER if
-AFTER was limited, FASTER if BEFORE was limited, and SAME if one of them was limited and their SM clocks differ.
+A GPU reduces its clocks at a limit, such as its power limit. The verdict is UNSURE instead of SLOWER if the GPU was limited in
+AFTER, instead of FASTER if the GPU was limited in BEFORE, and instead of SAME if the GPU was limited in one run and the SM
+clocks of the runs differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -57,7 +58,7 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 @dataclass(frozen=True)
 class RowComparison:
-    """The comparison of one measurement on two sides. Exactly one of `samples` and `refused` is set."""
+    """The comparison of the times before and after of one measurement, or the reason why the times are not compared."""
 
     identity: Identity
     samples: SampleComparison | None = None  #: the comparison of the times; None: refused
@@ -207,7 +208,6 @@ def _reasons(rows: Sequence[RowComparison], shared: Iterable[str]) -> Iterator[s
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return two groups of the only run's rows: rows whose field `key` has the first of `values`, and rows with the second."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -243,7 +243,7 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 def _compare_sides(
     before: RowsOfSide, after: RowsOfSide, rule: Rule
 ) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
-    """Return (compared rows, changed ones first; identities of rows that only `before` has; those that only `after` has)."""
+    """Return (comparisons, changed rows first; what only `before` measured; what only `after` measured)."""
     # A row that AFTER measured only by another method is compared and refused, which says more than "missing".
     by_another_method = {without(each, *TIMED_BY): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(without(each, *TIMED_BY)) for each in before}
@@ -263,10 +263,7 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
-    """Compare the time samples of two sides. A verdict becomes UNSURE if a limit of the GPU, such as its power limit, may
-    explain it: SLOWER if a limit slowed the GPU on the side `after`; FASTER if a limit slowed it on the side `before`; SAME if
-    a limit slowed it on either side and the SM clocks of the sides differ.
-    """
+    """Compare the times of two sides. The verdict is UNSURE if a limit of the GPU, such as its power limit, may explain it."""
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_two_clocks(one, other, "sm_clock_mhz") for one in before for other in after)
@@ -302,7 +299,6 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return a sentence if a recorded bandwidth or matrix rate exceeds what the GPU can reach, else ""."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -312,7 +308,6 @@ def _why_impossible(row: Row) -> str:
 
 
 def _two_clocks(first: Row, other: Row, key: str) -> str:
-    """Return a sentence if two rows ran at different GPU clocks, else "". `key` is the recorded clock, a key of `CLOCKS`."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     if len(mine) == len(theirs) and all(map(agree, mine, theirs)):

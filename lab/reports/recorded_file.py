@@ -113,7 +113,7 @@ class NotComparableError(ValueError):
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return which fields of the environment reports show: for each heading the field's keys, such as ("packages", "torch")."""
+    """Return {heading: keys} of the environment fields that reports show, such as {"torch": ("packages", "torch")}."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -121,7 +121,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the environment fields that a comparison shows: for each heading, (text before, text after)."""
+    """Return {heading: (text before, text after)} of the environment fields that a comparison shows, such as the GPU."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (

@@ -50,11 +50,9 @@ class FindingRow:
     cited: str = ""  #: "path#heading" of the finding; "" for a region, and if no verdict cites the finding
 
     def presence(self, release: Verdicts) -> dict[str, Any]:
-        """Return the row's "status" in a release ("present", "absent" or "not reachable"), and how its affected cases ended
-        there: the numbers of cases that are "wrong", "right" and "declined".
-
-        A case of a finding counts as wrong if its verdict cites this finding. A case of a region counts as wrong if its
-        outcome is one of `BROKEN`.
+        """Return the row's "status" in a release ("present", "absent" or "not reachable"), and how many of the row's cases are
+        "wrong", "right" and "declined" in it. A case of a finding is wrong if its verdict cites the finding, a case of a region
+        if its outcome is in `BROKEN`.
         """
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)

@@ -193,7 +193,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> Any:
-    """Convert a table to a table of the package rich, without `common` and `left_out`. `show_lines` separates rows by lines."""
+    """Convert the shown columns and rows to a table of the package rich. `show_lines` separates the rows by lines."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -28,8 +28,7 @@ def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
 
 
 def _positive(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
-    """Return a function that makes the cell of a row's fact `key` times `scale`; a dash if it is 0, as the FLOP of a copy."""
-    return lambda row: number(row.facts.get(key) or None, digits, scale)
+    return lambda row: number(row.facts.get(key) or None, digits, scale)  # a copy has 0 FLOP, shown as a dash
 
 
 def _word(key: str) -> Callable[[Row], Cell]:
@@ -37,7 +36,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a function that makes a cell such as "3.1 (80 %)" from a row: the texts of `cell` and `note`, and the `unit`."""
+    """Return a function that makes a row's cell with a note in brackets, such as "3.1 (80 %)"; the unit follows the note."""
 
     def with_note(row: Row) -> Cell:
         plain, noted = cell(row), note(row).text
@@ -126,7 +125,6 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return a cell with an implementation's median. The style says how it compares with the fastest implementation."""
     found = next(((row, speed) for row, speed in reversed(rivals) if row.implementation == implementation), None)
     return replace(number(found[0].median_us, 1), style=MEDIAN_STYLES.get(found[1], "")) if found else words(None)
 

@@ -60,7 +60,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Return matplotlib figures by file name: for each clock a roofline plot, and a plot of times over least possible times."""
+    """Return matplotlib figures by file name: for each clock, a roofline plot and a plot of time / least possible time."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn = {}

@@ -1,7 +1,7 @@
 """Audit a run of the judge: make the calls of some right cases again, and judge the outputs in a process without the kernel.
 
 A kernel that changes the judge in its own process can make a wrong output appear right there. In the audit, the process with
-the kernel only sends its output. It cannot recognise an audited case, because it sends the first output of every case.
+the kernel only sends its output. The kernel cannot recognise an audited case, because the first output of every case is sent.
 """
 
 import random

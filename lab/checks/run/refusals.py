@@ -1,4 +1,4 @@
-"""Define which exceptions count as refusals of a call, by their names. Only a process that loads the kernel imports them."""
+"""Name the exceptions by which a kernel refuses a call. Only a process that loads the kernel imports these exceptions."""
 
 import builtins
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ def picture_of(figure: Figure, description: str) -> dict[str, str]:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the variables of the page's template that show one recorded experiment."""
+    """Return the values with which the page's template shows one recorded experiment."""
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}

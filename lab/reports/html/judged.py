@@ -67,7 +67,7 @@ class JudgedRun(RecordedFile):
         return str(self.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
-        """Return a shell command that judges a case again in the folder of the page; "" if the report numbers no cases."""
+        """Return the shell command that judges a case again, to run in the page's folder; "" if the case has no number."""
         suffix = self.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {shlex.quote(self.name + suffix)}#{case['number']}" if "number" in case else ""
 
@@ -90,7 +90,7 @@ class JudgedRun(RecordedFile):
 
     @property
     def verdict(self) -> str:
-        """Return "right" if the report is about the calls of one engine and all are right, else the worst outcome of a case."""
+        """Return "right" if the run judged the calls of one engine and all were right, else the worst outcome of a case."""
         if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
@@ -214,7 +214,9 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def fault_table(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of wrong, failed and known cases, with one row per run, check, function, verdict and cited findings."""
+    """Make a table of the cases that are wrong, failed or known failures. One row stands for all cases with the same run,
+    check, function, verdict and findings, and shows the case with the largest error.
+    """
     groups = []
     for row in rows:
         faults = (case for case in row.cases if case["outcome"] in FAULTS)
@@ -264,10 +266,9 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell that shows a ratio in percent. Reports have the text "inf" for infinity, which JSON cannot express."""
     if ratio is None:
         return Cell(ABSENT)
-    value = 100 * float(ratio)
+    value = 100 * float(ratio)  # reports have "inf", which JSON cannot express as a number
     return Cell(f"{value:,.0f}", value) if math.isfinite(value) else Cell("not finite", math.inf)
 
 
