@@ -1,9 +1,9 @@
 """Compute attention on the CPU from a recorded launch of a trtllm-gen kernel: from its `KernelParams`, its TMA descriptors and
 the memory to which they point.
 
-`compute` interprets these arguments as the launcher's source says that kernels do, and computes in float64. So a wrong stride,
-offset, length, table, window or scale of the call gives a wrong output. NVIDIA's machine code does not run: its bugs, rounding
-and times are not found, and neither is a read of keys that no row sees.
+`compute` follows the comments and the code of FlashInfer's launcher, and computes in float64. So a wrong stride, offset,
+length, table, window or scale of the call gives a wrong output. NVIDIA's machine code does not run: its bugs, rounding and
+times are not found, and neither is a read of keys that no row sees.
 
 Sources of the rules (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
 output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and the
@@ -38,7 +38,7 @@ FOLLOWED = frozenset(
 
 
 class UnsoundLaunchError(RuntimeError):
-    """A kernel launch accesses bytes outside its call's tensors, or two of its arguments contradict each other."""
+    """A kernel launch accesses bytes outside of the tensors of its call, or has two arguments that contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor at an address. Arguments and errors are those of `view`."""
+        """Return the memory at an address as a contiguous tensor, without copying. Raises UnsoundLaunchError like `view`."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         return self.view(what, address, shape, [stride * dtype.itemsize for stride in strides], dtype)
 
@@ -98,15 +98,15 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute attention and LSE as the launches of a call would, in order, and write them into the call's tensors.
+    """Compute the output and the LSE of a call from its kernel launches, in order, and write them into the call's tensors.
 
     For a row that sees no key, no output is written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975 and
-    issue 2883). The LSE of such a row is minus infinity for generation kernels (the same sources), and is not written for other
+    issue 2883). The LSE of such a row is minus infinity in generation kernels (the same sources), and is not written by other
     kernels.
 
     Raises:
         UnsoundLaunchError: a launch accesses memory outside the call's tensors, or two of its arguments contradict each other.
-        NotImplementedError: a launch uses a feature that this module does not compute.
+        NotImplementedError: a launch uses a feature that is not computed.
         KeyError: the kernel table has no kernel with the launch's name.
     """
     for launch in launches:
@@ -128,13 +128,13 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
                         attention.run(request)
 
 
-def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of each row from its statistics (m, d): the largest logit, and the sum of exp(logit - m) (`lse.cuh`)."""
-    shape = (given.n // given.num_heads_q, given.num_heads_q)
-    stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
-    strides_bytes = (4 * given.lse_stride_tokens, 4 * given.lse_stride_heads)
-    lse = memory.view("the LSE", given.lse, shape, strides_bytes, torch.float32)
-    lse.copy_(given.lse_scale * (LOG2_E * stats[..., 0] + torch.log2(stats[..., 1])))
+def _write_lse(arguments: LseArguments, memory: HostMemory) -> None:
+    """Write the LSE of each row and head from two statistics: m, the largest logit, and d, the sum of exp(logit - m)."""
+    shape = (arguments.n // arguments.num_heads_q, arguments.num_heads_q)
+    stats = memory.array("the statistics of the softmax", arguments.md, (*shape, 2), torch.float32).double()
+    strides_bytes = (4 * arguments.lse_stride_tokens, 4 * arguments.lse_stride_heads)
+    lse = memory.view("the LSE", arguments.lse, shape, strides_bytes, torch.float32)
+    lse.copy_(arguments.lse_scale * (LOG2_E * stats[..., 0] + torch.log2(stats[..., 1])))
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
@@ -153,7 +153,7 @@ def _has_two_pools(params: KernelParams) -> bool:
 
 
 def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
-    """Return the requests of a launch. In a block-sparse launch each K/V head has its own lengths; `kv_head` is 0 otherwise."""
+    """Return the requests of a launch. Block-sparse attention has lengths per K/V head; otherwise `kv_head` is 0."""
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
     if params.ptr_cum_seq_lens_q:
@@ -186,7 +186,7 @@ def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_R
 
 
 class _Attention:
-    """Attention of the requests of a launch. In a block-sparse launch, of only one K/V head and its query heads."""
+    """Compute the attention of one launch: for all heads, or for one K/V head and the query heads that use it."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. The descriptor's dimensions: (head_dim, heads, groups, rows)."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. Its descriptor: (head_dim, heads of a group, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
@@ -267,7 +267,7 @@ class _Attention:
         """Return K or V (`side`) of a request for the keys first ... end - 1, float64 [keys, num_kv_heads, head_dim]."""
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
-            return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
+            return self._unpaged(side, request.first_key + first, end - first)[..., :head_dim]
         page_size = 1 << self.params.num_tokens_per_page_log2
         first_page = first // page_size
         ids = self._page_ids(side, request.number)[first_page : -(-end // page_size)]
@@ -275,44 +275,44 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the latent entries that a query row selects, float64 [entries, 1, head_dim of K]. V is a slice of K."""
+        """Return the cache entries that a row of sparse MLA selects, float64 [entries, 1, head_dim]. V is a part of each."""
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
             raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
         used = position + 1
         if (lens := self.params.ptr_sparse_mla_top_k_lens) or 0:
             used = int(self.memory.array("the numbers of entries", lens, shape[:1], torch.int32)[row])
-        places = self.memory.array("the selected entries", self.params.ptr_page_idx_kv, shape, torch.int32)[row, :used]
+        indices = self.memory.array("the selected entries", self.params.ptr_page_idx_kv, shape, torch.int32)[row, :used]
         if not _has_two_pools(self.params):
-            return self._entries("tmaK_", places)
-        of_window = self._entries("tmaKSlidingWindowKvPool_", places[: min(position + 1, WINDOW_COLUMNS)])
-        return torch.cat((of_window, self._entries("tmaK_", places[WINDOW_COLUMNS:])))
+            return self._entries("tmaK_", indices)
+        of_window = self._entries("tmaKSlidingWindowKvPool_", indices[: min(position + 1, WINDOW_COLUMNS)])
+        return torch.cat((of_window, self._entries("tmaK_", indices[WINDOW_COLUMNS:])))
 
-    def _entries(self, member: str, places: torch.Tensor) -> torch.Tensor:
-        """Return a pool's entries at `places`, except -1, float64 [entries, 1, head_dim of K]. `member`: its descriptor."""
-        tensor_map, dtype = self.maps[member], self.kernel.dtypes["K"]
-        places = places[places >= 0].long()
-        if not len(places):
+    def _entries(self, descriptor: str, indices: torch.Tensor) -> torch.Tensor:
+        """Return the entries at `indices` (-1: none) of the pool with this TMA descriptor, float64 [entries, 1, head_dim]."""
+        tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
+        indices = indices[indices >= 0].long()
+        if not len(indices):
             return torch.empty(0, 1, tensor_map.dims[0], dtype=torch.float64)
         (row_bytes,) = tensor_map.strides_bytes
-        return self._at(
-            "K's entries", tensor_map, places, (1, tensor_map.dims[0]), (row_bytes, row_bytes), dtype
+        return self._blocks(
+            "K's entries", tensor_map, indices, (1, tensor_map.dims[0]), (row_bytes, row_bytes), dtype
         ).double()
 
-    def _at(
+    def _blocks(
         self,
         what: str,
         tensor_map: TensorMap,
-        places: torch.Tensor,
-        shape: tuple[int, ...],
+        indices: torch.Tensor,
+        block_shape: tuple[int, ...],
         strides_bytes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the blocks of `shape` at the indices `places` of a descriptor's outermost dimension."""
-        least, most = int(places.min()), int(places.max())
+        """Return the blocks at `indices` of a descriptor's outermost dimension, such as pages."""
+        least, most = int(indices.min()), int(indices.max())
         address = tensor_map.address + least * strides_bytes[0]
-        shape, strides_bytes = (most - least + 1, *shape), (*strides_bytes, dtype.itemsize)
-        return self.memory.view(f"{what} {least} to {most}", address, shape, strides_bytes, dtype)[places - least]
+        shape, strides_bytes = (most - least + 1, *block_shape), (*strides_bytes, dtype.itemsize)
+        return self.memory.view(f"{what} {least} to {most}", address, shape, strides_bytes, dtype)[indices - least]
 
     def _page_ids(self, side: str, request: int) -> torch.Tensor:
         width, address = self.params.max_num_pages_per_seq_kv, self.params.ptr_page_idx_kv
@@ -324,9 +324,9 @@ class _Attention:
         tables = self.memory.array("the page tables", address, (self.params.batch_size, 2, width), torch.int32)
         return tables[request, "KV".index(side)]
 
-    def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return unpaged K or V, float64 [count, num_kv_heads, head_dim]. Its descriptor: (head_dim, rows, heads, 1)."""
-        tensor_map = self.maps[f"tma{side}_"]
+    def _unpaged(self, side: str, first: int, count: int) -> torch.Tensor:
+        """Return tokens `first` to `first + count - 1` of unpaged K or V (`side`), float64 [count, num_kv_heads, head_dim]."""
+        tensor_map = self.maps[f"tma{side}_"]  # dims: (head_dim, tokens, heads, 1)
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
                 f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}"
@@ -339,21 +339,21 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return the tokens of whole pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
-        stored = self._page_rows(side, f"tma{side}_", ids, page_size, self.kernel.dtypes[side])
+        """Return all tokens of the pages `ids` of K or V (`side`), float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        stored = self._stored(side, f"tma{side}_", ids, page_size, self.kernel.dtypes[side])
         if self.kernel.dtypes[side] != torch.uint8:
             tokens = stored.double()
         else:
-            factors = self._page_rows(side, f"tma{side}Sf_", ids, page_size, E4M3)
+            factors = self._stored(side, f"tma{side}Sf_", ids, page_size, E4M3)
             tokens = dequantize_nvfp4(stored, deinterleave_v_scale_factors(factors) if side == "V" else factors)
         return tokens.transpose(1, 2).flatten(0, 1)
 
-    def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages with the elements as they are stored, [len(ids), num_kv_heads, page_size, row].
-
-        The descriptor `member` has the dimensions (row * r, page_size / r, heads, pages): it may join r adjacent rows into one.
-        """
-        tensor_map = self.maps[member]
+    def _stored(
+        self, side: str, descriptor: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return pages as stored, NVFP4 as two elements per byte: [len(ids), num_kv_heads, page_size, elements of a token]."""
+        # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
+        tensor_map = self.maps[descriptor]
         row_elements, rows, heads, pages = tensor_map.dims
         if tensor_map.dtype.startswith("16u4"):  # the descriptor counts NVFP4 elements, two per byte
             row_elements //= 2
@@ -362,5 +362,5 @@ class _Attention:
                 f"the page table names page {int(wrong[0])} of {side}, whose descriptor has {pages} pages"
             )
         strides_bytes = tensor_map.strides_bytes[::-1]
-        stored = self._at(f"{side}'s pages", tensor_map, ids, (heads, rows, row_elements), strides_bytes, dtype)
+        stored = self._blocks(f"{side}'s pages", tensor_map, ids, (heads, rows, row_elements), strides_bytes, dtype)
         return stored.reshape(len(ids), heads, page_size, -1)

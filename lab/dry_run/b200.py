@@ -19,7 +19,7 @@ from lab.kernels import trtllm
 
 @functools.cache
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return FlashInfer's attention function with this name. It takes CPU tensors as if they were on a B200."""
+    """Return FlashInfer's attention function `name`, changed to take CPU tensors as if they were on a B200."""
     if name not in {each.value for each in SWEPT}:
         raise AttributeError(name)
     function = getattr(trtllm, name)

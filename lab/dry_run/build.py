@@ -76,7 +76,7 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the path of the compiled library of FlashInfer's launcher with a kernel table (None: `kernel_table.newest()`).
+    """Return the path of a shared library with FlashInfer's launcher and a kernel table (None: `kernel_table.newest()`).
 
     The library is compiled if the cache does not have it, which takes about a minute on an idle core. Raises NotBuiltError if
     compiling fails.
@@ -84,24 +84,24 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
     reason = why_not_built()
     if reason is not None:
         raise NotBuiltError(reason)
-    made = generated(table or kernel_table.newest())
-    path = _cached(made)
+    headers = generated(table or kernel_table.newest())
+    path = _library_path(headers)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name("lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, and other processes wait
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as work:
-                _compile(Path(work), made)
+                _compile(Path(work), headers)
                 Path(work, LIBRARY).replace(path)
     return path
 
 
 def is_built() -> bool:
-    return _cached(generated(kernel_table.newest())).exists()
+    return _library_path(generated(kernel_table.newest())).exists()
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the C++ headers that the lab generates for compiling the launcher with a kernel table: text by file name."""
+    """Return the C++ headers, text by file name, that the lab writes to compile the launcher with a kernel table."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -131,10 +131,10 @@ def kernel_params_members() -> tuple[str, ...]:
     return tuple(re.sub(r"\{.*", "", name.strip()) for names in declared for name in names.split(","))
 
 
-def _cached(made: dict[str, str]) -> Path:
-    """Return the path of the launcher's library in the cache. Its folder has as its name a digest of the library's inputs."""
+def _library_path(headers: dict[str, str]) -> Path:
+    """Return the library's path in the user's cache. The folder's name is a digest of all sources, flags and versions."""
     parts = [
-        *(f"{name}\n{text}" for name, text in sorted(made.items())),
+        *(f"{name}\n{text}" for name, text in sorted(headers.items())),
         *((HERE / name).read_text() for name in SOURCES),
     ]
     compiler = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
@@ -144,8 +144,8 @@ def _cached(made: dict[str, str]) -> Path:
     return cache / "trtllm-attention-lab" / "dry-run" / digest / LIBRARY
 
 
-def _compile(work: Path, made: dict[str, str]) -> None:
-    for name, text in made.items():
+def _compile(work: Path, headers: dict[str, str]) -> None:
+    for name, text in headers.items():
         (work / name).write_text(text)
     data = flashinfer_data()
     tvm_ffi = importlib.util.find_spec("tvm_ffi")

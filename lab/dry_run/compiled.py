@@ -63,7 +63,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes, dtypes and GPU for which FlashInfer compiles one module of a kernel."""
+    """The sizes, dtypes and GPU that FlashInfer fixes when it compiles a module of XQA, XQA MLA or fmha_v2."""
 
     kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
     capability: Capability  #: (major, minor) of the target
@@ -77,7 +77,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of compiling one source of FlashInfer for a shape: whether an assertion failed, and the shared memory."""
+    """The result of compiling a kernel source of FlashInfer for a shape: the assertion that fails, and the shared memory."""
 
     source: str  #: file name
     #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
@@ -88,8 +88,8 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Return the result for each kernel source of FlashInfer's module for a shape: nvcc checks the static assertions of the
-    source. FlashInfer supports the shape if none fails.
+    """Check with nvcc whether the static assertions in each of FlashInfer's kernel sources hold for a shape. Return one result
+    per source. FlashInfer supports the shape if no result has a `refusal`.
 
     Raises NotBuiltError if nvcc or FlashInfer is missing, and RuntimeError if nvcc fails for another reason.
     """
@@ -165,7 +165,7 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Check the assertions in one source with nvcc. `shared_memory` is a C++ expression of the size in bytes."""
+    """Check the static assertions in C++ `text` with nvcc. `shared_memory`: a C++ expression of the kernel's size in bytes."""
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -209,7 +209,7 @@ def _assertion(error: re.Match[str]) -> str:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return headers, text by name, that declare cuBLAS's names. A header of fmha_v2 needs them, but no kernel uses them."""
+    """Return headers, text by file name, that replace cuBLAS's: fmha_v2 includes them, but none of its kernels calls cuBLAS."""
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

@@ -53,7 +53,7 @@ class JudgedShape:
 
 
 def judged(shape: Shape) -> str | None:
-    """Return the sentence with which the lab refuses a shape (`why_not`); None if the lab accepts it."""
+    """Return the lab's reason for not supporting a kernel with these sizes and dtypes (`why_not`); None if it supports them."""
     sizes: dict[str, Any] = {
         "q_len": shape.q_len,
         "max_kv_len": shape.q_len,

@@ -107,7 +107,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return a table as the lab's file stores it: xz-compressed text, one line per column, such as `type name: value,value`."""
+    """Return a kernel table as the file of the lab has it: xz-compressed text, one line `type name: value,value` per column."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -148,7 +148,7 @@ def newest() -> KernelTable:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the properties of the kernel with this name. Raises KeyError for an unknown name or dtype."""
+    """Return what the newest kernel table says about a trtllm-gen kernel. Raises KeyError for an unknown name or dtype."""
     table, rows = _newest()
     row = table.row(rows[name])
     return KernelFacts(
@@ -170,7 +170,7 @@ def _newest() -> tuple[KernelTable, dict[str, int]]:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return a C++ header `flashInferMetaInfo.h` with the table, for a launcher that reads the columns `members`."""
+    """Return the text of `flashInferMetaInfo.h` for a launcher that reads the columns `members`; a missing column is false."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]

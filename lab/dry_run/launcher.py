@@ -1,4 +1,4 @@
-"""Load FlashInfer's compiled launcher together with a fake CUDA that answers like one GPU."""
+"""Load FlashInfer's compiled launcher together with a fake CUDA that simulates one GPU."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ from lab.gpus import Capability, family_that_runs
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that is simulated, with the properties that a fake CUDA library reports to FlashInfer's launcher."""
+    """A GPU to simulate, with the properties that the fake CUDA reports to FlashInfer's launcher."""
 
     name: str  #: common name
     cuda_name: str  #: CUDA's name, a key of `lab.gpus.DATASHEETS`
@@ -53,7 +53,7 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """FlashInfer's compiled launcher with a fake CUDA library. It caches properties of the GPU, so that each GPU has a copy."""
+    """FlashInfer's compiled launcher with a fake CUDA. Each GPU has a copy, because the launcher caches GPU properties."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -84,7 +84,7 @@ class Launcher:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` unchanged, after noting in `log` that FlashInfer's Python code has filled it with zeros."""
+        """Record in `log` that FlashInfer's Python code has filled `tensor` with zeros, and return `tensor`."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 

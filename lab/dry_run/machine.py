@@ -33,11 +33,11 @@ ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashIn
 
 
 class Machine:
-    """A GPU that this machine does not have, and the calls that FlashInfer has made for it.
+    """A simulated GPU, and the CUDA calls that FlashInfer has made for it.
 
     Attributes:
         gpu: the GPU whose properties the fake CUDA reports.
-        compiled_calls: calls since the last `clear` of kernels that FlashInfer compiles for each shape. No such kernel was run.
+        compiled_calls: the calls of XQA and fmha_v2 since the last `clear`. FlashInfer compiles these kernels; none was run.
     """
 
     def __init__(self, gpu: Gpu, computes: bool = False) -> None:
@@ -118,7 +118,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, attribute name, function) of each attribute of a FlashInfer or lab module that is one of `functions`."""
+    """Return each module attribute of FlashInfer and the lab that is one of `functions`: (module, attribute name, function)."""
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -130,7 +130,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the replacement of each of FlashInfer's functions that query the GPU or compile a module."""
+    """Return replacements for FlashInfer's functions that query the GPU or compile a module, by the original function."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -161,9 +161,9 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return FlashInfer's modules in `ENTRIES`. Since 0.6.8, `mla` is a package that has its functions in `_core`."""
+    """Return FlashInfer's modules with the names in `ENTRIES`."""
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
-    return [getattr(module, "_core", module) for module in modules]
+    return [getattr(module, "_core", module) for module in modules]  # since 0.6.8 `mla` has its functions in `_core`
 
 
 def _answer(value: Any) -> Function:
@@ -171,7 +171,7 @@ def _answer(value: Any) -> Function:
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for a function that compiles a kernel module. The module's functions only record their calls."""
+    """Return a replacement for `compiles`, a function that compiles a kernel module: calls of the module are only recorded."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:

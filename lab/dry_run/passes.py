@@ -92,7 +92,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case): the default scenarios of `lab bench`, then the forward modes of the judge's checks M1 and M2."""
+    """Yield (name, case) of the passes that `lab dry-run` shows: `lab bench`'s default scenarios, then all forward modes."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -112,7 +112,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> list[str]:
-    """Return words, such as "hnd", that distinguish this case of check M1 from its other cases with the same forward mode."""
+    """Return the options of a case for the name of its forward pass, such as "hnd" for a cache in HND layout."""
     is_frozen = case.draft_step == FROZEN_KV_STEP
     options = {
         f"frozen_kv/topk{case.topk}": is_frozen,
@@ -142,10 +142,10 @@ def _mla_options(case: MLACase) -> list[str]:
 def dry_run(
     gpu_name: str, cases: Iterable[tuple[str, ForwardCase | MLACase]], before_build: Callable[[], object] = lambda: None
 ) -> DryRun:
-    """Return the kernels and launches of named forward passes on an absent GPU, which is a name in `lab.dry_run.GPUS`.
+    """Return the kernels and launches of named forward passes on the absent GPU `gpu_name`, a key of `lab.dry_run.GPUS`.
 
-    For SM100 and SM103 FlashInfer's launcher selects the kernels, if it can be compiled here. Otherwise the rules of
-    `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
+    For SM100 and SM103, FlashInfer's launcher selects the kernels. If it cannot be compiled here, and for other GPUs, the rules
+    of `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
     ValueError if the GPU is unknown.
     """
     gpu = gpu_named(gpu_name)
@@ -178,7 +178,7 @@ def _why_no_launcher(gpu: Gpu) -> str | None:
 
 
 class _NotedCalls:
-    """A replacement for FlashInfer's functions that records the kernel and the launches of each call."""
+    """An implementation of FlashInfer's functions that runs no kernel, and records the kernel and the launches of each call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []

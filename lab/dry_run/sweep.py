@@ -93,7 +93,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield a `Verdict` on every `every`-th call of each function, of its fixed calls and then of `drawn` random calls."""
+    """Yield a `Verdict` for each fixed call and `drawn` random calls of each function: for all, or every `every`-th."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -160,7 +160,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Return (error, None) if the launcher fails; else (a sentence about misread arguments or None, name of the kernel)."""
+    """Make a call. Return (the launcher's error, `misread`'s sentence, or None; name of the launched kernel or None)."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.

@@ -302,7 +302,7 @@ def _in_layout(
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number in `form` at the place of "#" in `pattern`: 16 for "V 16 bytes on" and "V # bytes on"; else 0."""
+    """Return the number in `form` where `pattern` has "#": 16 for "V 16 bytes on" and "V # bytes on"; 0 without a match."""
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 

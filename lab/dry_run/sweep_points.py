@@ -59,7 +59,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points (a value per argument): each value with defaults, combinations in `Model.triples`, random ones."""
+    """Yield distinct calls, as a value per axis: single values with defaults, all values of `Model.triples`, random values."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))
