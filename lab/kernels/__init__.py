@@ -40,11 +40,11 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation with functions `plan_<name>`, so that `lab.kernels.prepare` reads lengths once, not in each run.
+    """Wrap an implementation that has functions `plan_<name>`: `lab.kernels.prepare` then reads lengths once, not in each run.
 
     `plan_<name>` takes the arguments of `<name>`, reads lengths and page tables on the host, and returns a function that runs
-    the call. This class offers it under the name `prepare_<name>`. Lengths, numbers of rows and page ids must not change
-    between runs of the returned function; they do not change between the layers of one forward pass.
+    the call. The wrapper's `prepare_<name>` is `plan_<name>`. Lengths, numbers of rows and page ids must not change between
+    runs of the returned function; they do not change between the layers of one forward pass.
     """
 
     def __init__(self, implementation: Any) -> None:

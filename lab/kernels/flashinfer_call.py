@@ -1,4 +1,4 @@
-"""Entry points, look-ups of installed functions, workspaces and page tables for the adapters of installed packages."""
+"""Entry points, look-ups of functions, workspaces and page tables for the modules that call kernels of installed packages."""
 
 import functools
 import importlib
@@ -45,7 +45,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call without a launch. A run returns `returned(out, lse)` with the result tensors of the problem."""
+    """Return a prepared call that launches no kernel. A run returns `returned(out, lse)`, given the call's result tensors."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -80,7 +80,7 @@ def entries(
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError if it does not support the call."""
+    """Return the TRT-LLM kernel that FlashInfer runs for a call. Raise NotImplementedError if it cannot run the call."""
     of_one_rank = isinstance(problem, PagedAttention) and problem.num_visible is not None
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend, of_one_rank)
     refuse_unsupported(kernel, problem)
@@ -125,9 +125,9 @@ def version() -> str:
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return the function `name` after checking that it takes exactly `keywords`; with empty `keywords` the signature is not
-    checked. Error messages name `part`, the module that needs the function, and `written_for`, the release for which the lab
-    was written.
+    """Import and return the function with the dotted name `name`, after checking that it takes exactly `keywords` (empty:
+    without a check). Error messages name `part`, the module that needs the function, and `written_for`, the release for which
+    the lab was written.
 
     Raises:
         ModuleNotFoundError: the package, or a package that it imports, is not installed.
@@ -184,7 +184,7 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return (contiguous page table, launches that copy `table` to it); (`table`, ()) if `table` is contiguous."""
+    """Return (contiguous copy of a page table, launches that fill the copy); (`table`, ()) if `table` is contiguous."""
     if table.is_contiguous():
         return table, ()
     rows = torch.empty(table.shape, dtype=table.dtype, device=table.device)

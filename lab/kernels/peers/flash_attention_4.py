@@ -23,8 +23,8 @@ BY_ITS_HEURISTIC = 0  # value of `num_splits`
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
-    Raises NotImplementedError with the reason if FlashAttention-4 does not support the call (`lab.kernels.support.why_not`).
+    """Return a function that runs a decode or context call by FlashAttention-4. `lab.calls.DecodeCall` and `ContextCall`
+    document shapes and errors. Raises NotImplementedError with the reason if FlashAttention-4 does not support the call.
     `workspace_buffer` is not used.
     """
     out, lse = problem.results()

@@ -25,9 +25,9 @@ BLOCK_COLUMNS = 128  # of sm90/prefill/sparse/phase1.cuh, 2 * B_TOPK
 
 
 def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
-    """Return an MLA decode call that selects entries, ready to run. `lab.calls.MLADecodeCall` documents parameters and errors.
-    Raises NotImplementedError with the reason if FlashMLA does not support the call (`lab.kernels.support.why_not`), TypeError
-    if the installed function takes other arguments. `workspace_buffer` is not used.
+    """Return a function that runs an MLA decode call with selected entries by FlashMLA. `lab.calls.MLADecodeCall` documents
+    shapes and errors. Raises NotImplementedError with the reason if FlashMLA does not support the call, and TypeError if the
+    installed function takes other arguments. `workspace_buffer` is not used.
     """
     out, lse = problem.results()
     selected = problem.selected
@@ -66,9 +66,8 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
-    """Write to `columns`, int32 [num_rows], how many columns of the table of selected entries each query row uses: the row's
-    number in `sparse_mla_top_k_lens` if the call has it, else the row's position + 1, and at most all columns. The host reads
-    no length.
+    """Write to `columns`, int32 [num_rows], how many of its selected entries each query row uses: if the call has
+    `sparse_mla_top_k_lens`, the row's number in it, else the row's position + 1, and at most all. The host reads no length.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

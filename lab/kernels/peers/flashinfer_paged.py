@@ -107,7 +107,7 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, kv_lens: list[int]) -> torch.Tensor:
-    """Return FlashInfer's custom mask for a packed draft mask: flat bool [sum of q_len * kv_len]."""
+    """Convert a packed draft mask to FlashInfer's custom mask, flat bool [sum of q_len * kv_len]. Earlier keys are True."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

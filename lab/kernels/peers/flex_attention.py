@@ -33,9 +33,9 @@ MOST_ELEMENTS = 32 * 256  # of K in a tile: torch's default on SM90 for heads of
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Plan a decode or context call: make its block lists and compile. `lab.calls.DecodeCall` and `ContextCall` document
-    parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the kernel does not support the call
-    (`lab.kernels.support.why_not`), if a CUDA graph is being captured, or if a request has a page twice. `workspace_buffer` is
+    """Make the block lists of a decode or context call, compile `flex_attention`, and return a function that runs the call.
+    `lab.calls.DecodeCall` and `ContextCall` document shapes, dtypes and errors. Raises NotImplementedError with the reason if
+    the kernel does not support the call, a CUDA graph is being captured, or a request has a page twice. `workspace_buffer` is
     not used.
     """
     out, lse = problem.results()
@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row in `flex_attention`'s batch: int32 [entries, rows per entry]."""
+    """The request and the visible positions of each query row, int32 [batch entries of `flex_attention`, rows per entry]."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows
@@ -151,7 +151,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _page_in_request(problem: PagedAttention, num_pages: int) -> torch.Tensor:
-    """Return the column of each page in each request's page table, int32 [batch_size, num_pages]; -1 if it is not there."""
+    """Return each page's column in each request's page table, int32 [batch_size, num_pages]; -1 if the table lacks the page."""
     found = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=problem.query.device)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         live = problem.k_block_tables[request, : -(-kv_len // problem.page_size)].to(torch.int64)

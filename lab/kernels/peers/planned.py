@@ -15,10 +15,10 @@ from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
 
 class PlannedWrapper:
-    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with backend "fa2" or "fa3"; "": FA3 on SM90, else FA2.
+    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with `backend` "fa2" or "fa3"; "": FA3 on SM90, else FA2.
 
     A function `<name>` copies lengths to the host in each call, so that no CUDA graph can capture the call. `plan_<name>`
-    copies them once (`lab.kernels.PlannedOnce`): lengths, numbers of rows, page ids and masks must then not change.
+    copies the lengths once: lengths, numbers of rows, page ids and masks must then not change between runs.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class PlannedWrapper:
 
 
 def live_pages(problem: PagedAttention) -> tuple[torch.Tensor, ...]:
-    """Return what FlashInfer's wrappers plan from, int32: (number of keys of each request, where each request begins in the
-    list of page ids, this list on the device, number of tokens in each request's last page). The last number is `page_size` for
-    a request without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+    """Return int32 tensors for `plan` of FlashInfer's wrappers: (number of keys of each request; where each request begins in
+    the list of page ids; this list, on the device; number of tokens in each request's last page). The last number is
+    `page_size` for a request without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]

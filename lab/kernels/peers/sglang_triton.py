@@ -30,9 +30,9 @@ SCHEDULED_REQUESTS = 256  # smallest MAX_NUM_SEQ in `TritonAttnBackend.get_num_k
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Plan a decode or context call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
-    Raises NotImplementedError with the reason if the kernels do not support the call (`lab.kernels.support.why_not`), if a CUDA
-    graph is being captured, or if a row sees no key; TypeError if the installed function takes other arguments.
+    """Return a function that runs a decode or context call by SGLang's kernels. `lab.calls.DecodeCall` and `ContextCall`
+    document shapes, dtypes and errors. Raises NotImplementedError with the reason if the kernels do not support the call, a
+    CUDA graph is being captured, or a row sees no key; TypeError if the installed function takes other arguments.
     `workspace_buffer` is not used.
     """
     out, _ = problem.results()
@@ -99,8 +99,8 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 def _token_lists(
     problem: PagedAttention, starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (where each request begins in a list of tokens, int32 [batch_size + 1]; the list: the index of each token in the
-    pool, int64). Request i has `counts[i]` tokens, from position `starts[i]` on.
+    """Return SGLang's list of the tokens to read: (where each request begins in the list, int32 [batch_size + 1]; index of each
+    token in the pool, int64). Request i has `counts[i]` tokens, from position `starts[i]` on.
     """
     device, page_size = problem.query.device, problem.page_size
     indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)

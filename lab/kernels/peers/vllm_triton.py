@@ -25,9 +25,9 @@ MOST_ROWS_OF_SEGMENTS = 8
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCall:
-    """Return a decode or context call, ready to run. `lab.calls.DecodeCall` and `ContextCall` document parameters and errors.
-    Raises NotImplementedError with the reason if the kernel does not support the call (`lab.kernels.support.why_not`),
-    TypeError if the installed function takes other arguments. `workspace_buffer` is not used.
+    """Return a function that runs a decode or context call by vLLM's kernel. `lab.calls.DecodeCall` and `ContextCall` document
+    shapes and errors. Raises NotImplementedError with the reason if the kernel does not support the call, and TypeError if the
+    installed function takes other arguments. `workspace_buffer` is not used.
     """
     out, _ = problem.results()
     offsets = problem.cu_seqlens_q

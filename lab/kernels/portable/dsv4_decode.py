@@ -8,7 +8,7 @@ from lab.kernels.support.portable import PORTABLE_DSV4
 
 @takes(DSV4DecodeCall)
 def prepare_trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> TritonCall:
-    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents parameters and errors. The
-    result of a run, and what is not checked on a GPU, are as in `prepare_trtllm_batch_decode_with_kv_cache_mla`.
+    """Return a prepared call of DeepSeek-V4's sparse MLA. `lab.calls.DSV4DecodeCall` documents shapes and errors. On a GPU,
+    lengths and indices are not checked. A run returns the output, with the query's shape.
     """
     return prepared_mla(PORTABLE_DSV4, call)

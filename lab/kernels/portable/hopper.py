@@ -191,7 +191,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. One TMA copy has at most BOX_BYTES of each key of a tile, all keys of one page."""
+    """Return the TMA descriptor of a pool. One copy loads keys of one page, and of each key at most BOX_BYTES bytes."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

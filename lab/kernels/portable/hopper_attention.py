@@ -141,7 +141,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load a tile into `slot` when it is empty. `barriers` is (full, empty); `parity` alternates with each use of the slot."""
+    """Load a tile into `slot` when it is empty. `barriers`: (full, empty). `parity` alternates with each use of the slot."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -342,9 +342,9 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch, and a program computes one
-    block of each request over its key tiles. Without SHARED, the grid is (programs, 1): each program computes several blocks in
-    turn, and reads all keys of each block.
+    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch, and each program computes one
+    block of every request that has some of the program's tiles. Without SHARED, the grid is (programs, 1): each program
+    computes several blocks in turn, and reads all keys of each block.
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()

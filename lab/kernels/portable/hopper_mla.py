@@ -83,7 +83,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory by which consumer 0 sends consumer 1 weights, [rows, keys], and factors of earlier sums, [2, rows]."""
+    """Shared memory in which consumer 0 sends a tile's weights, [rows, keys], and factors for the earlier sums, [2, rows]."""
 
     weights: Any
     factors: Any

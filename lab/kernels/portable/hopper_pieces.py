@@ -28,7 +28,7 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """Key tiles `first_tile` to `end_tile` - 1 of a request and K/V head, and the block of query rows that sees them."""
+    """A part of a program's work: tiles `first_tile` to `end_tile` - 1 of a request and K/V head, for one block of rows."""
 
     request: Any
     kv_head: Any
@@ -74,7 +74,7 @@ def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the `Piece` at position `walk` of the program's work, and the position of the next piece."""
+    """Return the next part of the program's work, a `Piece`, and `walk`, the position of the part after it."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -130,7 +130,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask are numbered first."""
+    """Return the first key of the `number`-th tile of `keys`, a `KeyRange`. Tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -144,9 +144,9 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each score column of the tile that begins at key `begin`; NO_KEY if the column must be masked. If a TMA
-    box would reach n keys beyond the request's last key, it is loaded from n keys earlier (`copy_boxes`). The first n columns
-    of the box are then zeros or keys of an earlier box, and are NO_KEY.
+    """Return the key in each column of a tile of scores that begins at key `begin`; NO_KEY if the column must be masked. A TMA
+    box that would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). The first n columns
+    of the box then have no key of the tile.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -234,7 +234,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return the absolute value of the logit scale, at least LEAST_SCALE, and True if the scale is negative."""
+    """Return (absolute value of the logit scale, at least LEAST_SCALE; True if the scale is negative)."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -272,7 +272,7 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator, [rows, 4] with one part per thread of a row, after one more tile of keys."""
+    """Add a tile's weights to a softmax's denominator, [rows, 4]: one part for each of the four threads that hold a row."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)
 
 
@@ -291,8 +291,8 @@ def store_piece(
     GROUP: gl.constexpr,  # query heads per K/V head
     TILE: gl.constexpr,  # `HopperTile`
 ):
-    """Write the result of one consumer warp group for one `Piece`: output rows if the piece has all visible keys of the
-    request, else a partial result. Two consumers with different elements of the same rows both write the LSE.
+    """Write the result of one consumer warp group for a part of the program's work: output rows if the part has all keys of the
+    request and K/V head, else a partial result. Two consumers with different elements of the same rows both write the LSE.
     """
     kv_head, num_kv_heads = heads
     sinks, scales, results, partials = terms

@@ -35,8 +35,8 @@ class NotKeptError(Exception):
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return a function that prepares and runs a call, like `made_at_once(prepare)`, and caches prepared calls. Its method
-    `cache_clear()` empties the cache; a test that changes what `prepare` chooses must call `cache_clear()`.
+    """Return a function that prepares and runs a call, and caches prepared calls for later calls. Its method `cache_clear()`
+    empties the cache; a test that changes what `prepare` chooses must call `cache_clear()`.
     """
 
     @functools.lru_cache(maxsize=MOST_KEPT)
@@ -76,7 +76,7 @@ def _check_results(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequen
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return one argument's part of the cache key; append its tensors to `given`. Raise NotKeptError if it cannot be a key."""
+    """Return an argument's part of the cache key, and append its tensors to `given`. Raise NotKeptError if it has no key."""
     kind = type(value)
     if kind in TENSORS and value.is_cuda and value.layout is torch.strided:
         given.append(value)
@@ -90,8 +90,8 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that repeats the launches of `call` with the tensors of a later call that has the same cache key, and
-    that keeps no tensor alive; None if a later call may need other launches. `given` are the tensors with which `call` has run.
+    """Return a function that repeats the launches of `call` with a later call's tensors (same cache key, order of `given`) and
+    keeps no tensor alive; None if a later call may need other launches. `given`: the tensors of `call`.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

@@ -80,7 +80,7 @@ def reach_of(window_left, max_q_len):
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return the first key tile that the request's rows may see, and the number of tiles from it on, at least 1."""
+    """Return (index of the first key tile within a request's last `reach` keys, number of tiles from there on, at least 1)."""
     kv_len = kv_len.to(tl.int32)
     first = tl.maximum(kv_len - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(kv_len - 1, 0) // BLOCK_KEYS + 1 - first
@@ -143,8 +143,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `share`: (first place, end of its places, places of each program, request of the first place,
-    first place of this request). A place is a key tile, or empty; places are numbered over the batch.
+    """Return the work of program `share`: (first place, end, places per program, request of the first place, first place of
+    this request). A place is a key tile of the batch, or one of the empty places before each request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -166,9 +166,10 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `number` in a small batch, in places (key tiles): the tuple of `begin_share`, the index of the
-    program's share of the keys, and the places of one request and K/V head. Their keys are divided into equal parts, one for
-    each program. If lengths differ too much, the division is that of `begin_share`, and the last number of the result is 0.
+    """Return the work of program `number` in a batch of few requests: (first place, end, places per program, request of the
+    first place, first place of this request, index of the share, places of a request and K/V head). A place is a key tile. The
+    keys of each request and K/V head are divided into equal parts, one for each program. If lengths differ too much,
+    `begin_share` divides the keys, and the last number is 0.
 
     If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part is not
     counted (START_PLACES), because it is the same for every part. A program computes its request and part from its number, so

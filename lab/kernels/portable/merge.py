@@ -89,9 +89,9 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes). The many partial results of a
-    call with few rows are divided among groups of threads (lanes). In a call with many rows a program has several rows, with 4
-    or 16 elements per thread.
+    """Return the tile of one program of the merge launch: (rows, elements of head_dim, lanes). In a call with few rows, groups
+    of threads (lanes) divide the many partial results. In a call with many rows a program has several rows, with 4 or 16
+    elements per thread.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -103,7 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return two powers of 2: room for the rows of a request and K/V head, and the number of partial results read at once."""
+    """Return two powers of 2: at least the rows of a request and K/V head; partial results that are read at a time."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -220,7 +220,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Return the same state as `merged`. LANES groups of threads divide the partial results."""
+    """Merge partial results by LANES groups of threads. Return the state (largest, denominator, sums) of the softmax."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -84,8 +84,8 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     """Return a prepared call: attention of each request's newest tokens over its paged K/V (extend, prefill).
-    `lab.calls.ContextCall` documents parameters and errors, and `prepare_trtllm_batch_decode_with_kv_cache` what a run returns
-    and does not check.
+    `lab.calls.ContextCall` documents shapes and errors. On a GPU, lengths and page ids are not checked. A run returns out
+    [num_rows, num_qo_heads, head_dim]; with `return_lse` (out, lse), lse in base 2.
     """
     return _prepare(call.problem())
 
@@ -138,8 +138,8 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the largest number of query tokens of a request that the first of two launches serves; None if one launch should
-    serve all requests.
+    """Return the most query tokens of a request that the first of two launches serves; None if one launch should serve all
+    requests.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
     guesses: as many requests as possible have `max_q_len` rows, and all other requests have equal numbers. A wrong guess costs
@@ -158,11 +158,11 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the `shares` of the first of two launches with fewer programs (at least half), so that both launches run together:
-    a multiprocessor with a program of each launch reads keys for one program while it multiplies for the other.
+    """Reduce the number of programs in `shares`, those of the first of two launches, to at least half, so that both launches
+    run together: a multiprocessor with a program of each launch reads keys for one program while it multiplies for the other.
 
-    Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor. Return it
-    unchanged also if the second launch is the Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.
+    Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, or if the second
+    launch is the Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.
     """
     if prefill.per_multiprocessor == 1 or isinstance(prefill, HopperTile):
         return shares

@@ -42,9 +42,7 @@ from lab.kernels.portable.softmax import (
 from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pairs, page_ids, pool_offsets
 
 
-class Strides(NamedTuple):
-    """Strides in elements."""
-
+class Strides(NamedTuple):  # in elements
     query_row: int
     query_head: int
     k: PoolStrides
@@ -235,8 +233,8 @@ def _store(
     HEAD_DIM: tl.constexpr,
 ):
     """Write the result of a block of rows over the keys that the program has read: the output if these are all keys of the
-    request and K/V head, else a partial result. With MERGED, the program that stores the last partial result merges all of
-    them. Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the merge launch.
+    request and K/V head, else a partial result. With MERGED, the program that stores the last partial result merges all.
+    Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the merge launch.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -258,8 +256,8 @@ def _store(
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return the work of a program that reads all keys of one block of rows: (index of the block in the request, first place,
-    end, number of key tiles of a K/V head, request, 0). Without a block, the end equals the first place. A place is here a key
-    tile of the request, counted head after head from 0.
+    end, number of key tiles of a K/V head, request, 0). A place is a key tile of the request, counted head after head from 0.
+    If the program has no block, the end equals the first place.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.
@@ -291,8 +289,8 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile of K [ELEMENTS, BLOCK_KEYS] and of V [BLOCK_KEYS, ELEMENTS]. Pointers load both if `tiles` contains None,
-    else TMA. If MASKED, V is zero where `key_exists` is False, because a weight of 0 times NaN is NaN. K is undefined there.
+    """Return a tile of K [ELEMENTS, BLOCK_KEYS] and of V [BLOCK_KEYS, ELEMENTS]. If `tiles` contains None, pointers load both,
+    else TMA. If MASKED, V is zero where `key_exists` is False, because 0 times NaN is NaN. K is undefined there.
     """
     if tiles[0] is not None and tiles[1] is not None:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)

@@ -67,7 +67,7 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of a program's second partial result if it reads a request's first keys, else of its first."""
+    """Return the index of one of a program's two partial results: the second if its keys begin a request and K/V head."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 

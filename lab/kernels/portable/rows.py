@@ -50,7 +50,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the number of query tokens of each request; 0 from `batch_size` on and for requests that this launch skips."""
+    """Return each request's number of query tokens: 0 from `batch_size` on and for requests that are not of this `kind`."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -66,7 +66,7 @@ def q_lens_of_kind(requests, batch_size, kind):
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Return (request of the `number`-th block of query rows of the batch, index of the request's first block, number of
-    requests with blocks from this request on, number of all blocks). The request is `batch_size` after the last block.
+    requests with blocks from this request on, number of all blocks). If there is no such block, the request is `batch_size`.
     """
     request = number * 0
     begin = request

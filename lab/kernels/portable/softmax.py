@@ -22,10 +22,10 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return for each row of a query `q` an exponent p, such that the row divided by 2 ** p fits DOT_DTYPE: float32 [rows] for
-    a bf16 query and float16 products, whose range is smaller than bf16's; otherwise zero, [1].
+    """Return an exponent p for each row of a query, float32 [rows], such that the row divided by 2 ** p fits DOT_DTYPE. Only a
+    bf16 query with float16 products, whose range is smaller, needs p; otherwise return zero, [1].
 
-    The largest element of a row is then in [2 ** 14, 2 ** 15), and what float16 rounds to 0 is at most 2 ** -39 of it.
+    The largest element of a divided row is in [2 ** 14, 2 ** 15), and float16 rounds to 0 at most 2 ** -39 of it.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -120,7 +120,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return the softmax's denominator after one more tile: [rows], or [rows, keys] with a part for each key."""
+    """Add a tile's weights to the softmax's denominator: [rows], or [rows, keys] with a part for each key."""
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
     else:  # noqa: RET505 - Triton compiles one of the two

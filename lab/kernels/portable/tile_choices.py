@@ -88,11 +88,11 @@ def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
 def choose_prefill_tile(
     tile: ProgramTile, head_dim: int, kv_bytes: int, described: bool, capability: Capability | None
 ) -> ProgramTile:
-    """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows. `tile` is the
-    result of `choose_tile`, and `described` True if TMA can load the tiles of K and V.
+    """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows. `tile`: the
+    result of `choose_tile`. `described`: True if TMA can load the tiles of K and V.
 
-    Blocks of 64 rows read no more from memory than blocks of 128, because programs of one request find its keys in L2, and
-    they mask fewer keys. With pages of 16 tokens, which TMA does not load, blocks of 64 rows were slower on SM90. On SM100 one
+    Blocks of 64 rows read no more from memory than blocks of 128, because programs of one request find its keys in L2, and they
+    mask fewer keys. With pages of 16 tokens, which TMA does not load, blocks of 64 rows were slower on SM90. On SM100 one
     product takes 128 rows. If a request has up to 32 rows, a program has two warps, so that four programs run on a
     multiprocessor and hide each other's waits.
     """

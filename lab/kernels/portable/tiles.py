@@ -83,7 +83,7 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page id of a tile that lies in one page, else of each of its keys, int64; 0 for keys from `end` on."""
+    """Return a tile's page ids, int64: one if a tile lies in one page, else one for each key. 0 for keys from `end` on."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     else:

@@ -57,10 +57,10 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that launches the compiled kernel with addresses from a list, and keeps no tensor alive. `index_of`
-        returns the index in this list of the address that replaces a tensor.
+        """Return a function that takes addresses, and launches the compiled kernel with them in place of the tensors.
+        `index_of` returns the index of a tensor's address among them. The function keeps no tensor alive.
         """
-        bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
+        bare, places = self._bare_launch(), [_with_addresses(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
         known = [argument if at is None else None for argument, at in zip(self._arguments, places, strict=True)]
         known += self._constants()
@@ -80,8 +80,8 @@ def _addressed(argument: Any) -> Any:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
-def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that makes a kernel argument from a list of addresses; None if the argument has no tensor."""
+def _with_addresses(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
+    """Return a function that takes addresses and puts them in place of the argument's tensors; None if it has no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -90,7 +90,7 @@ def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Add
         return lambda addresses: SimpleNamespace(base=_Address(address(addresses)), **terms)
     if not isinstance(argument, tuple):
         return None
-    parts = [_at(part, index_of) for part in argument]
+    parts = [_with_addresses(part, index_of) for part in argument]
     if not any(parts):
         return None
     known = [(part if at is None else None, at) for part, at in zip(argument, parts, strict=True)]  # and no tensor
