@@ -24,8 +24,6 @@ PAGED_BASES: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class SweptCall:
-    """The calls of one function in the sweep (`lab.dry_run.sweep`): the values of each argument, and how a call is made."""
-
     model: Model  #: the axes of the call, with constraints on their values
     bases: tuple[Point, ...]  #: points that trtllm-gen supports. A random point differs from one of them on some axes.
     make: Callable[[Point], Any]  #: returns the call that a point describes, as an object of its class in `lab.calls`

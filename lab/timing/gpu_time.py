@@ -115,9 +115,9 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure the GPU times of several calls by name. Each round takes one sample of every call, in random order. With the
-    `seed` of an earlier measurement, tensors get its contents again. Raises WrongWorkError for wrong results or a time that
-    cannot be right, ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured or recorded.
+    """Measure GPU times of calls by name. Each round samples every call once, in random order. `seed`: the `contents_seed` of
+    an earlier time, to draw its tensor contents again. Raises WrongWorkError for wrong results or a time that cannot be right,
+    ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured or recorded.
     """
     staged = {}
     for name, work in works.items():
@@ -150,7 +150,7 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, Measured]:
-    """Measure staged calls as `measure_interleaved` does. Return the time of each call, or its error.
+    """Measure the GPU times of prepared calls by name, in rounds of one sample of every call. Return each call's time or error.
 
     Between two samples of a call, all its buffers (copies of its tensors) get new queries and lengths, some buffers get new K,
     V and pages, and outputs are filled with NaN. After each sample, some results of one buffer are kept. After the last sample
@@ -193,7 +193,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws new contents for buffers of timed calls, from one seed. A turn is a round of samples, one of every call."""
+    """Draw new contents for the buffers of timed calls, from one seed. A turn is a round of samples, one of every call."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

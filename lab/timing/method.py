@@ -43,7 +43,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a GPU time is measured. The events of GRAPH add about 2 µs per replay. Raises ValueError for pairs in `_REFUSED`."""
+    """A clock and a state of L2. Clock.GRAPH adds about 2 µs to each replay. Raises ValueError for a pair in `_REFUSED`."""
 
     clock: Clock
     l2: L2

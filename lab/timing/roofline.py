@@ -113,8 +113,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """Return a torch.neg that reads half of `size_bytes` and writes the other half. A copy would be slower, because inside a
-    graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
+    """Return a call of torch.neg that reads half of `size_bytes` and writes the other half. A copy would be slower, because
+    inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

@@ -72,7 +72,7 @@ def between_events(steps: Iterable[Step], state: DeviceState, device_index: int,
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return the time of `run` by CUDA events, and of `lead`, `run` and `meanwhile` together by the host's clock, in µs."""
+    """Return (time of `run` by CUDA events; time of `lead`, `run` and `meanwhile` together by the host's clock), in µs."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()

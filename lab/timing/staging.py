@@ -54,7 +54,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and raise AssertionError if results are wrong. Without `whole` only some are checked."""
+    """Wait for the GPU, and raise AssertionError if results are wrong. Without `whole`, only some results are checked."""
     drain()
     for work in works:
         if work.check is not None:

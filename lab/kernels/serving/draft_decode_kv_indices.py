@@ -69,7 +69,7 @@ def generate_draft_decode_kv_indices(
     v2p: Tensor | None = None,
     schedule: Schedule = Schedule.SPREAD,
 ) -> None:
-    """Write the K/V lists of every draft step.
+    """Write the K/V lists of a multi-step draft: for each step, request and branch, the K/V slots that the branch reads.
 
     `lab.references.generate_draft_decode_kv_indices` defines the lists, and documents the arguments that are not listed here.
     All tensors are int32 or int64, vectors contiguous, and matrices have contiguous rows. The host reads no tensor's contents,
@@ -83,7 +83,7 @@ def generate_draft_decode_kv_indices(
     Args:
         kv_indices: ``[num_steps, capacity]``, written in place: one row per step, with the lists of all branches.
         kv_indptr: at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        v2p: as in the reference, but each virtual page in ``req_to_token`` must be in it.
+        v2p: page of each virtual page; it must have every virtual page in ``req_to_token``. None: slots are not virtual.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
 
     Raises:

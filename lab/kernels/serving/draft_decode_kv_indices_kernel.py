@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """Compile-time parameters of both kernels of this module. The first six are `generate_draft_decode_kv_indices`'s."""
+    """Compile-time parameters of both kernels in this module: six sizes of the K/V lists, and what a program does at once."""
 
     num_steps: int
     topk: int

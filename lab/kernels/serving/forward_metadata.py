@@ -78,7 +78,7 @@ def prepare_write_forward_metadata(
     Column c of request i in a page table is live if c * page_size < ``cache_seqlens[i]``. A live column becomes
     ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window pool, ``full_to_swa`` first maps
     the slot to one of that pool. A slot of -1 is in page -1 of both pools. If ``v2p`` is given, it maps each page of the full
-    pool's table to its physical page, or to 0 without one. A request whose length is 0 or below has no live column, but
+    pool's table to its physical page, or to 0 if it has none. A request whose length is 0 or below has no live column, but
     ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,

@@ -101,7 +101,7 @@ def _int64s(passed):
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return how many page table columns to write for a request of `length` tokens: its pages, at most the width."""
+    """Return the number of columns to write in a page table for `length` tokens: the pages, but at most the table's width."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 

@@ -65,7 +65,7 @@ class Availability:
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield an `Availability` for each function of each implementation. No package is imported. None: no GPU."""
+    """Yield an `Availability` for each function of each implementation. No package is imported. `capability` None: no GPU."""
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
         if not each.kernels:

@@ -45,8 +45,8 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
-    """Return an error sentence, or None, about tensors whose address, or with `strides` a stride other than the last, is not a
-    multiple of the bytes that a kernel loads at a time. A side is (name, tensor or None, bytes), by default 16 bytes.
+    """Return an error sentence about the first tensor whose address, or with `strides` one of its strides except the last, is
+    not a multiple of the bytes that a kernel loads at a time; else None. A side: (name, tensor or None, optional bytes: 16).
     """
     for name, tensor, *given in sides:
         if tensor is None:
@@ -69,7 +69,7 @@ def misaligned_paged(problem: PagedAttention) -> str | None:
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return an error sentence unless bmm1_scale is positive, as kernels need that mask logits before they scale them."""
+    """Return an error sentence unless bmm1_scale is positive: kernels that mask logits before they scale them need this."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 

@@ -107,7 +107,7 @@ class Implementation:
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
-    """Return a sentence that says why a kernel does not support a call on a GPU; None if it does.
+    """Return a sentence that says why a kernel does not support a call on a GPU; None if the kernel supports the call.
 
     Args:
         capability: (major, minor) of the GPU; None for a CPU.

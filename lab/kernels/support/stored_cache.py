@@ -38,7 +38,7 @@ class StoredCache:
 
 
 def stored_cache(problem: PagedAttention) -> StoredCache:
-    """Return the memory layout of a call's K/V cache. `layout` has no meaning if pages have gaps."""
+    """Return the memory layout of a call's K/V cache. The result's `layout` has no meaning if pages have gaps."""
     layout, k, v = "HND", problem.k_cache, problem.v_cache
     # With one head both layouts are the same memory, and the result is NHD, like an engine's pool.
     if k.stride(2) == k.shape[1] * k.shape[3]:
@@ -48,7 +48,6 @@ def stored_cache(problem: PagedAttention) -> StoredCache:
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if both tensors are views of one allocation."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 

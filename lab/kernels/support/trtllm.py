@@ -41,8 +41,8 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """Return an error sentence unless K and V lie in memory as fmha_v2 assumes. It computes strides from shapes, and counts all
-    pages from K's first page (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu).
+    """Return an error sentence unless K and V lie in memory as fmha_v2 assumes. The kernel computes strides from shapes, and
+    counts all pages from K's first page (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu).
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:

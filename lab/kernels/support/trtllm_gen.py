@@ -109,14 +109,14 @@ UNPACKED_LOAD_BYTES = 32  # alignment if TMA unpacks 4-bit values: decode over N
 
 
 def _mask(problem: Problem) -> MaskKind:
-    """Return the kind of mask by which trtllm-gen chooses a kernel (`selectKernel`). A window of all keys is no window."""
+    """Return the kind of mask by which trtllm-gen chooses a kernel (`selectKernel`). A window that hides no key is ignored."""
     if not problem.causal:
         return MaskKind.FULL
     return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if no kernel of `built` fits a call. It names what the most similar kernels support."""
+    """Return an error sentence, with what the most similar kernels support, if no kernel of `built` fits a call."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return as text the values that `built` supports, for each field of `Built` whose item in `fits` is False."""
+    """Return as text what `built` supports of dtypes, head_dims, page sizes and masks, for those that are False in `fits`."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)

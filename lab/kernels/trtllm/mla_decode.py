@@ -27,8 +27,8 @@ def prepare_mla(call: MLADecodeCall, problem: PagedAttention) -> PreparedCall:
     """Return FlashInfer's MLA decode call, ready to run. It serves decode, verify and draft extend.
 
     `lab.calls.MLADecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
-    kernel does not support the call (`lab.kernels.support.why_not`). A `workspace_buffer` must begin with 8 MiB of zeros; None:
-    the lab's own. The zeros are XQA's semaphores, or trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None.
+    kernel does not support the call. Without a `workspace_buffer`, the lab's own is used. A given workspace must begin with 8
+    MiB of zeros: XQA's semaphores, or trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None.
     """
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)

@@ -40,8 +40,8 @@ def prepare_decode(call: DecodeCall, problem: PagedAttention) -> PreparedCall:
     `lab.calls.DecodeCall` documents parameters, shapes and errors. Raises NotImplementedError with the reason if the GPU's
     kernel does not support the call (`lab.kernels.support.why_not`). Without a `mask`, verify rows are causal on every GPU.
     Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with 8 MiB of
-    zeros, followed by scratch. Calls of both backends may use it in turn: the zeros are XQA's semaphores, and trtllm-gen's
-    counters if `multi_ctas_kv_counter_buffer` is None.
+    zeros, followed by scratch. XQA uses the zeros as semaphores, and trtllm-gen as counters if `multi_ctas_kv_counter_buffer`
+    is None. Calls of both kernels may use one workspace in turn.
     """
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
@@ -80,8 +80,8 @@ def prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return (arguments, `refreshes` of `PreparedCall`). The arguments are those for K/V (a pair of HND views), page tables and
-    window, in the forms that every kernel of FlashInfer 0.7.2 reads correctly.
+    """Return (FlashInfer's arguments for K/V, page tables and window; launches to run before each call). The arguments have
+    forms that every kernel of FlashInfer 0.7.2 reads correctly, such as a pair of HND views for K and V.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {

@@ -29,8 +29,8 @@ def prepare_ragged(call: RaggedContextCall, problem: RaggedAttention) -> Prepare
 
     `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
     support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
-    stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Rows without keys are written by separate
-    launches, unless the host knows that there are none: both offsets are the same tensor, or all lengths are on the host.
+    stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Separate launches write rows without keys,
+    unless the host knows that there are none: Q and K/V have the same tensor of offsets, or all lengths are on the host.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
@@ -67,7 +67,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key: 0 to the output; to the LSE the sink's logit in base 2, or -inf without a
+    """Write the results of rows that see no key: the output is 0; the LSE is the sink's logit in base 2, or -inf without a
     sink. The host reads nothing from the device.
     """
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
