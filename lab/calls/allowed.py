@@ -70,11 +70,12 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise an error if the lab does not model the call's backend, or the value of an argument in `CHOICES` or `REFUSED`.
+    """Raise an error for a backend, or a value of an argument in the tables `CHOICES` and `REFUSED`, that the lab does not
+    support.
 
     Args:
-        backends: the backends that the lab models.
-        others: backends that FlashInfer has and the lab does not model.
+        backends: names of the backends that the lab supports.
+        others: names of FlashInfer's backends that the lab does not support.
 
     Raises:
         NotImplementedError: FlashInfer supports the backend or value, and the lab does not.
@@ -99,8 +100,8 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 
 def check_combination(call: Any, argument: str, required: Reasons) -> None:
-    """Raise ValueError unless each argument in `required` has one of its allowed values. `argument`, such as "cp_world=2", is
-    the argument of the call that requires these values; the error message contains it.
+    """Raise ValueError if the value of another argument is not allowed together with `argument`, such as "cp_world=2".
+    `required` maps the name of each restricted argument, such as "mask", to (allowed values, reason).
     """
     for name, (allowed, why) in required.items():
         value = getattr(call, name)

@@ -1,7 +1,7 @@
 """Check the arguments of FlashInfer's calls, one function per argument, before anything is launched.
 
-The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A `call` is an object of a call class, such
-as `lab.calls.DecodeCall`. They raise TypeError or ValueError, with the name of the argument.
+The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A check raises TypeError or ValueError with
+the name of the wrong argument. The parameter `call` is an object of a call class, such as `lab.calls.DecodeCall`.
 """
 
 import math
@@ -37,7 +37,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return `value` as an int. Raise an error that ends with `remedy` if it is not an integer, or is below `least`."""
+    """Return `value` as an int. Raise an error that ends with `remedy` unless `value` is an int64 of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -76,7 +76,7 @@ def check_query(query: object, dtypes: Sequence[torch.dtype] = QUERY_DTYPES) -> 
 
 
 def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, head_dim]."""
+    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, elements]."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
@@ -180,9 +180,9 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
-    """Check a page table and return its number of requests. The table must be int32. Its shape must be [batch_size, columns] if
-    K and V share page ids (`shared`), and [batch_size, 2, columns] if they do not. If each K/V head has its own pages
-    (`by_kv_head`), it must be contiguous [num_kv_heads, batch_size, columns].
+    """Return the number of requests of a page table after checks. The table must be int32 [batch_size, columns], or
+    [batch_size, 2, columns] if K and V have separate page ids (`shared` is False). If each K/V head has pages of its own
+    (`by_kv_head`), the table must be contiguous [num_kv_heads, batch_size, columns].
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     check_bool("enable_block_sparse_attention", by_kv_head)
@@ -206,7 +206,6 @@ def check_table_rows(block_tables: torch.Tensor) -> None:
 
 
 def check_max_q_len(call: Any) -> int:
-    """Return the largest number of query rows that a request of a decode call may have. Check the arguments that define it."""
     if call.cum_seq_lens_q is None:
         if call.max_q_len is not None:
             raise ValueError(f"max_q_len={call.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req")
@@ -260,8 +259,8 @@ def check_o_scale(o_scale: object, out_dtype: torch.dtype) -> None:
 
 
 def common_fields(call: Any, sinks: object, name: str = "sinks") -> dict[str, Any]:
-    """Check the scales, the sinks (argument `name`) and the skip-softmax threshold of a call. Return those fields of the call's
-    attention problem that are computed in the same way for every call type, such as `sinks` and `bmm1_scale`.
+    """Check the scales, the sinks (argument `name`) and the skip-softmax threshold of a call. Return the fields of the call's
+    attention problem that all call types share: field name, such as "bmm1_scale" -> value.
     """
     if (bmm1_scale_log2 := getattr(call, "bmm1_scale_log2", None)) is not None:
         check_scale("bmm1_scale_log2", check_tensor("bmm1_scale_log2", bmm1_scale_log2))
@@ -289,7 +288,6 @@ def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callab
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return `out`, which must be contiguous and have the shape `expected`. Errors describe this shape by `words`."""
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
@@ -301,7 +299,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return the fields `out`, [num_rows, num_qo_heads, size] or None, and `out_dtype` of an MLA or DeepSeek-V4 problem."""
+    """Return "out", [num_rows, num_qo_heads, size] or None, and "out_dtype" of an MLA or DeepSeek-V4 call, after checks."""
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
     out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)
@@ -330,7 +328,7 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return the call's `lse`: None, or float32 [num_rows, num_qo_heads] whose elements must not share memory."""
+    """Check and return the call's `lse`: None, or float32 [num_rows, num_qo_heads] whose elements do not share memory."""
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))
@@ -342,14 +340,13 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def takes_rank(call: Any) -> bool:
-    """Return True if an argument of context parallelism, such as `cp_world`, does not have its default value."""
     world = check_int("cp_world", call.cp_world, 1, "it counts the ranks of the group")
     rank = check_int("cp_rank", call.cp_rank, 0, "ranks are 0 to cp_world - 1")
     return (world, rank, call.causal_seqlens_kv_global) != (1, 0, None)
 
 
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
-    """Raise ValueError if a tensor is not on the query's device. Arguments in `on_host` and `FREE_ARGUMENTS` are exempt."""
+    """Raise ValueError if a tensor is not on the query's device. Scratch memory and arguments in `on_host` may be elsewhere."""
     device = call.query.device
     anywhere = (*allowed.FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():
@@ -369,7 +366,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def check_results_apart(call: Any) -> None:
-    """Raise ValueError if `out` or `lse` overlaps another tensor of the call, see `overwritten`."""
+    """Raise ValueError if the memory of `out` or `lse` overlaps the memory of another tensor of the call."""
     for result, name in overwritten(vars(call)):
         raise ValueError(
             f"{result} shares memory with {name}, which the call would overwrite, or lies between its elements; "
@@ -378,7 +375,7 @@ def check_results_apart(call: Any) -> None:
 
 
 def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ("out" or "lse", name of an argument whose memory overlaps it). Gaps between elements count as memory."""
+    """Yield ("out" or "lse", name of another argument) if their memory overlaps. Gaps between elements count as memory."""
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [

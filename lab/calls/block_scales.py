@@ -22,7 +22,7 @@ PARTS = "q_sf, k_sf, p_sf, v_sf"
 
 @dataclass(frozen=True, eq=False)
 class BlockScales:
-    """SageAttention's scales: query, key and value are multiplied by them before the attention is computed."""
+    """SageAttention's scales: attention is computed from the products of stored elements and these scales."""
 
     query: torch.Tensor  #: float32 [num_qo_heads, ceil(num_rows / q_block) + batch_size - 1]
     key: torch.Tensor  #: float32 [num_kv_heads, ceil(num_tokens / k_block) + batch_size - 1]
@@ -32,7 +32,7 @@ class BlockScales:
 
 
 def has_block_scales(call: Any) -> bool:
-    """Return True if a ragged call has SageAttention's scales. Raise an error if an argument is not a tuple of four parts."""
+    """Return True if a ragged call has SageAttention's scales. Raise an error if a tuple of the arguments is malformed."""
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         value = getattr(call, name)
         if not isinstance(value, (tuple, list)):
@@ -47,7 +47,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Return a ragged call's SageAttention scales after checks; None: there are none. The rest of the call must be valid."""
+    """Check and return a ragged call's SageAttention scales; None: it has none. Query, key and value must be checked before."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs

@@ -43,12 +43,13 @@ WITH_RANK_MLA: Reasons = {
 def problem_of_rank(
     call: Any, problem: PagedAttention, argument: str, required: Reasons, uncounted_rows: int = 0
 ) -> PagedAttention:
-    """Return a copy of `problem` for the call of one rank. Its field `num_visible` is the number of the rank's keys that each
-    row sees, at most the request's `seq_lens`, as in CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
+    """Return a copy of `problem` for the call of one rank of decode context parallelism. The copy's `num_visible`, int32
+    [num_rows], is the number of keys of this rank that each row sees, at most the rank's `seq_lens` of the row's request, as in
+    CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
-        argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if the call lacks it.
-        required: the values that other arguments must have.
+        argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" raises an error: it is missing.
+        required: name of each restricted argument -> (allowed values, reason).
         uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
     """
     if not argument:

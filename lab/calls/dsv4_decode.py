@@ -21,8 +21,9 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TwoPools(PagedAttention):
-    """The attention problem of a DeepSeek-V4 call, whose entries are in two pools. The first `WINDOW_COLUMNS` columns of
-    `selected` are entries of the pool of recent tokens. Of these columns, a row at position p uses only the first p + 1.
+    """The attention problem of a DeepSeek-V4 call, in which each query row selects entries of two pools: recent tokens and
+    compressed tokens. The first 128 columns of `selected` are entries of recent tokens. Of these 128 columns, a row at position
+    p uses only the first p + 1.
     """
 
     #: the first `WINDOW_COLUMNS` columns are indices of entries in `window_cache`, later columns indices in `k_cache`
@@ -31,7 +32,6 @@ class TwoPools(PagedAttention):
     window_cache: torch.Tensor
 
     def of_one_pool(self) -> PagedAttention:
-        """Return a problem with the same result, in which the entries of both pools are copied into one pool."""
         pools = [cache[:, 0].flatten(0, 1) for cache in (self.window_cache, self.k_cache)]
         pool = torch.cat(pools)[:, None, None]
         is_entry = self.columns_in_use() & (self.selected >= 0)
@@ -77,12 +77,12 @@ class DSV4DecodeCall:
             the page. The first 128 columns are indices in `swa_kv_cache`, later columns in `compressed_kv_cache`; -1 is no
             entry (2020). num_columns is at least 128 and a multiple of 4 (1122). This argument and the next three may be None
             only with backends that the lab does not model.
-        compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, with pages of its own size. It may be
-            the same tensor.
-        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns. The first 128
-            columns are always counted, also where they are -1 (1203). Columns after this number may contain any values.
+        compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, whose page size may differ. Both
+            pools may be the same tensor.
+        sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns. The number
+            includes the first 128 columns, also if they are -1 (1203). Columns after this number may contain any values.
         seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). It determines only
-            the positions of rows: of the first 128 columns a row at position p uses the first p + 1 (2017).
+            the positions of rows: a row at position p uses only the first p + 1 of the first 128 columns (2017).
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
             query. FlashInfer writes bf16 alone (1219).
         kv_layout: "HND" or "NHD", of both pools.
@@ -93,7 +93,7 @@ class DSV4DecodeCall:
             are not contiguous, this argument must be False (2751).
 
     The call returns no LSE. `backend` is "auto" or "trtllm-gen". The lab requires one row of `sparse_indices` for each query
-    row, because FlashInfer does not write the output of a query row without one (2697).
+    row, because FlashInfer does not write the output of other query rows (2697).
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DSV4_DECODE

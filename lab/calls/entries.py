@@ -15,8 +15,8 @@ from lab.calls.problem import AttentionProblem, PagedAttention
 
 
 def live_cells(problem: PagedAttention) -> Tensor:
-    """Return a bool mask [batch_size, columns] of the cells of the page table whose pages the call reads. If the rows select
-    entries (`problem.selected`), return a mask of the cells of `problem.selected` whose entries the call reads.
+    """Return a bool mask [batch_size, columns] of the page table: True for each page that the call reads. In a sparse call,
+    return a mask [num_rows, num_columns] of `problem.selected`: True for each cache entry that the call reads.
     """
     if problem.selected is not None:
         return problem.columns_in_use() & (problem.selected >= 0)
@@ -25,7 +25,7 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def entries_first(cells: Tensor) -> Tensor:
-    """Sort the cells of each row of `cells`, [num_rows, num_columns]: entries first, in their order; negative cells last."""
+    """Return `cells`, [num_rows, num_columns], with the negative cells of each row last. Other cells keep their order."""
     return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 
@@ -36,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return the unit of `cu_seqlens_kv` in keys: `page_size` if the offsets count pages; 1 if they count keys or are None."""
+    """Return `page_size` if `problem.cu_seqlens_kv` counts pages, and 1 if it counts keys or is None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1
@@ -44,8 +44,8 @@ def keys_per_offset(problem: AttentionProblem) -> int:
 
 
 def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of keys in K's pool and in V's pool: page * page_size + offset in the page, or the token of contiguous
-    K/V. Result i is for key `keys[i]` of request `requests[i]`. All tensors are int64 of the same shape.
+    """Return (indices in K's pool, indices in V's pool) of key number `keys[i]` of request `requests[i]`, for each i. An index
+    is page * page_size + offset in the page, or the token's number in contiguous K/V. All tensors are int64 of the same shape.
     """
     if not isinstance(problem, PagedAttention):
         assert problem.cu_seqlens_kv is not None
@@ -65,7 +65,7 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return (indices in K's pool, indices in V's pool) of each request's keys, int64 [num_keys] each (see `places_of`)."""
+    """Return for each request (its keys' indices in K's pool, those in V's pool), int64 [num_keys]; see `places_of`."""
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
@@ -75,9 +75,9 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return (places, indices) for each of the `requests`, whose rows select cache entries. `places`, int64 [num_keys], are the
-    pool indices of all entries that at least one row of the request selects, each once, sorted. `indices`, int64 [q_len,
-    num_columns], are the index in `places` of each cell's entry; -1 where a cell is no entry.
+    """Return (places, indices) for each of the `requests` of a sparse call. `places`, int64 [num_keys], are the pool indices of
+    the entries that at least one row of the request selects, each entry once, sorted. `indices`, int64 [q_len, num_columns],
+    has for each cell of the request's rows the index of the cell's entry in `places`, or -1 if the cell has no entry.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator that lets a function of one `call_type` object take the arguments of `call_type` instead."""
+    """Return a decorator that turns `function(call)` into a function of the arguments with which `call_type` creates `call`."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -27,7 +27,7 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that shows the fields of a dataclass instead of the `**` parameter in a function's signature."""
+    """Return a decorator that replaces the `**` parameter in a function's shown signature by the fields of a dataclass."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -41,7 +41,7 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return a function that takes `prepare`'s arguments, calls `prepare`, and then calls the function that it returned."""
+    """Return a function that also calls the function that `prepare` returns: `made_at_once(prepare)(x)` is `prepare(x)()`."""
 
     @functools.wraps(prepare)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,8 +55,8 @@ def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
 def with_own_settings(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that calls `function` with the CPU as default device and without autocast.
 
-    A user's test may have changed these settings of torch. The default device "cuda" would move indices that must be on the
-    host. Autocast would change the low-precision results from which error bounds are computed, and fails for e4m3.
+    A user's test may have set both. The default device "cuda" would move indices that must be on the host. Autocast would
+    change the low-precision results from which error bounds are computed, and fails for e4m3.
     """
 
     @functools.wraps(function)

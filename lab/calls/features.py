@@ -13,7 +13,7 @@ import torch
 
 
 class Feature(enum.Enum):
-    """A property of an attention problem that some kernels do not support. The value is its name in error messages."""
+    """A property of an attention problem that some kernels do not support. Values are the descriptions in error messages."""
 
     UNDECLARED = "a field of the problem that lab.calls.features does not declare"
     SEVERAL_ROWS = "more than one query row per request"

@@ -18,8 +18,8 @@ WITH_TOP_K: allowed.Reasons = {  # FlashInfer 0.7.2, mla/_core.py 4414
 
 
 def lse_is_base_e(given: Mapping[str, Any]) -> bool:
-    """Return True if a call with these arguments returns its LSE in base e: if `return_lse_base` is "basee", or if it is None
-    and the backend is "cute-dsl" (FlashInfer 0.7.2, mla/_core.py 3994).
+    """Return True if an MLA decode call with the arguments `given` returns its LSE as a natural logarithm: `return_lse_base` is
+    "basee", or `return_lse_base` is None and the backend is "cute-dsl" (FlashInfer 0.7.2, mla/_core.py 3994).
     """
     default = "basee" if given.get("backend") == "cute-dsl" else "base2"
     return (given.get("return_lse_base") or default) == "basee"
@@ -119,7 +119,7 @@ class MLADecodeCall:
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
-        """Return the attention problem after the checks of `DecodeCall.problem`. Its LSE is in base 2 in every call."""
+        """Check the arguments and return the attention problem that they define. An LSE of the problem is always in base 2."""
         allowed.check_modelled(self, BACKENDS, OTHER_BACKENDS)
         arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         if not self.uses_shared_paged_kv_idx:
@@ -166,7 +166,6 @@ class MLADecodeCall:
         return checked(problem)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return what the call returns: `out` in the caller's shape, or with `return_lse` (out, LSE)."""
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 

@@ -62,8 +62,8 @@ class DecodeCall:
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
-        max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] row offsets, as in
-            `ContextCall`.
+        max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] offsets of the query rows,
+            for requests with different numbers of rows. Rows after the last offset are padding.
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. The draft is the
             request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Row j sees draft token
             16 w + b if and only if bit b of its word w is set, also if this is its own token or a later one. Every row sees all
@@ -74,8 +74,8 @@ class DecodeCall:
             denominator, the sink included); and whether the call returns (out, lse).
         enable_block_sparse_attention: True selects pages per K/V head, see above. FlashInfer does not combine it with a
             window, skip-softmax, separate K and V page ids, context parallelism, or a backend other than trtllm-gen.
-        skip_softmax_threshold_scale_factor: number of at least 0, or None: which keys a kernel may leave out, as in
-            `AttentionProblem.skip_softmax`. A result is right with any of them left out.
+        skip_softmax_threshold_scale_factor: number t of at least 0, or None for 0. In a request with L keys, a kernel may leave
+            out the keys of a row whose exp(logit - largest logit of the row) is below t / L. A kernel may leave out none.
         o_scale: number other than 0, or None for 1: XQA multiplies V by it and divides an e4m3 output by it (FlashInfer
             0.7.2, decode.py 4741 and 4788, mha.cu 2629), so that it changes no result. With an output of another dtype
             it must be 1.
@@ -170,13 +170,13 @@ class DecodeCall:
 class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
-    `DecodeCall` documents which keys rows see, which memory may hold anything, how tensors lie in memory, and all other
+    `DecodeCall` documents which keys a row sees, which memory may contain any values, the allowed strides, and all other
     attributes.
 
     Attributes:
         max_q_len, max_kv_len: ints, upper bounds of the rows and keys of one request; 0 for an empty batch.
         cum_seq_lens_q: int32 [batch_size + 1] offsets of the query rows. Query rows after the last offset are padding, as in a
-            CUDA graph with room for more rows. They may hold anything, including NaN, and their output is undefined.
+            CUDA graph with room for more rows. They may contain any values, including NaN, and their output is undefined.
         cum_seq_lens_kv: int32 [batch_size + 1] offsets of the keys, or of the requests' pages: FlashInfer documents keys, but
             its own paged wrapper passes pages (``prefill.py`` 4609), and so does vLLM 0.33.0 (``backends/flashinfer.py`` 1763).
             So no kernel may use them; ``seq_lens`` has the lengths. FlashInfer's fmha_v2 does use them, as offsets of keys

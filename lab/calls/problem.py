@@ -29,7 +29,7 @@ AnyProblem = TypeVar("AnyProblem", bound="AttentionProblem")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The scales of Q·K^T and of P·V, and the sinks: fields that attention problems and the references' `Rules` inherit."""
+    """The scales of Q·K^T and of P·V, and the sinks. The class is a base of the classes that need these three fields."""
 
     bmm1_scale: Scale = 1.0  #: factor of Q·K^T
     bmm2_scale: Scale = 1.0  #: factor of P·V
@@ -42,7 +42,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionProblem(Softmax):
-    """The checked arguments of one call, in a form that is common to all calls. The subclasses add K and V."""
+    """The checked arguments of one attention call, with equal field names for all calls. Subclasses add K and V."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -91,7 +91,7 @@ class AttentionProblem(Softmax):
 
     @property
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V, each [num_pages, num_kv_heads, page_size, elements] or [num_tokens, num_kv_heads, elements]."""
+        """Return (K, V), each [num_pages, num_kv_heads, page_size, size], or [num_tokens, num_kv_heads, size] if contiguous."""
         raise NotImplementedError
 
     @property
@@ -100,7 +100,6 @@ class AttentionProblem(Softmax):
 
     @property
     def group(self) -> int:
-        """Return the number of query heads per K/V head."""
         return self.num_qo_heads // self.num_kv_heads
 
     @property
@@ -122,7 +121,6 @@ class AttentionProblem(Softmax):
         return self.cu_seqlens_q.tolist()
 
     def q_lens(self) -> list[int]:
-        """Return the number of query rows of each request. Synchronises."""
         return [end - start for start, end in itertools.pairwise(self.row_offsets())]
 
     @property
@@ -146,7 +144,7 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (out, LSE) to write to: the caller's tensors, or new uninitialised ones. LSE: None if the call wants none."""
+        """Return (out, LSE) to write: the caller's tensors, or new ones. LSE is None if the call does not return an LSE."""
         out, lse = self.out, self.lse
         if out is None:
             shape = (*self.query.shape[:2], self.v_head_dim)
@@ -161,7 +159,7 @@ class AttentionProblem(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention(AttentionProblem):
-    """The attention problem of a call over a paged K/V cache."""
+    """The checked arguments of one attention call over a paged K/V cache."""
 
     #: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4), for any layout of the call. V's
     #: last dimension is smaller if V is a part of K (MLA).
@@ -218,7 +216,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return a problem with one request per query row. Its keys are the first `num_visible` keys of the row's request."""
+        """Return a problem with one request per query row, which has the first `num_visible[row]` keys of the row's request."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -236,12 +234,14 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return which columns of `selected` each row uses, bool [num_rows, num_columns]. A used cell below 0 is no entry."""
+        """Return a bool mask [num_rows, num_columns]: which columns of `selected` each row uses. A used cell may be -1: no
+        entry.
+        """
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
     def of_one_pool(self) -> "PagedAttention":
-        """Return a problem with the same result, whose entries lie in one pool: `self`, except in a DeepSeek-V4 call."""
+        """Return a problem with the same result, whose entries are in one pool (a DeepSeek-V4 call has two pools)."""
         return self
 
     def check_values(self) -> None:
@@ -289,7 +289,9 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError for wrong offsets or `lengths` (keys of each request). Error messages name `max_kv_len` by `bound`."""
+    """Raise ValueError if offsets or `lengths` (keys of each request) are invalid. Errors call `max_kv_len` by the name
+    `bound`.
+    """
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
@@ -338,10 +340,10 @@ def checked(problem: AnyProblem) -> AnyProblem:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Raise ValueError if a scale is not finite, a sink is NaN or plus infinity, or a query row contains NaN.
+    """Raise ValueError if a scale is not finite, a sink is NaN or plus infinity, or a query row that has keys contains NaN.
 
-    Rows after the last request's rows and rows of requests without keys may contain NaN. If `in_query` is False, all rows may:
-    a serving engine fills the padding rows of a CUDA graph with anything, and a call cannot distinguish these rows from others.
+    If `in_query` is False, do not check the query: a serving engine fills the padding rows of a CUDA graph with any values, and
+    the arguments of a call do not say which rows are padding.
     """
     for name, term in zip(("bmm1_scale", "bmm2_scale"), (problem.bmm1_scale, problem.bmm2_scale), strict=True):
         if isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):

@@ -33,7 +33,7 @@ class RaggedAttention(AttentionProblem):
         return self.key, self.value
 
     def dequantized(self) -> "RaggedAttention":
-        """Return a problem with the same result and no `block_scales`: query, key and value are float64 and scaled."""
+        """Return an equal problem without `block_scales`: query, key and value are float64, multiplied by their scales."""
         scales = self.block_scales
         if scales is None:
             return self
@@ -47,7 +47,6 @@ class RaggedAttention(AttentionProblem):
         )
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (K, V) of each request as views of `key` and `value`. Synchronises."""
         spans = itertools.pairwise(self.cu_seqlens_kv.tolist())
         return [(self.key[first:end], self.value[first:end]) for first, end in spans]
 

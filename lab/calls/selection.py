@@ -24,7 +24,7 @@ WINDOW_COLUMNS = 128  # of DSV4's call: entries of its window pool (FlashInfer 0
 
 
 class Names(NamedTuple):
-    """The names of a sparse call's arguments in error messages, and the smallest number of columns that its rows may use."""
+    """How error messages call the arguments of a sparse call, and the smallest number of columns that a row may use."""
 
     table: str = "block_tables"  #: the tensor of selected entries
     lens: str = "sparse_mla_top_k_lens"  #: the tensor of the number of columns that each row uses
@@ -60,8 +60,9 @@ def columns_in_use(
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:
-    """Raise ValueError if an element of `lens` (if given) is below `names.least` or above the number of columns, or an entry is
-    outside the pool of `num_entries` entries. `cells`, bool [num_rows, num_columns]: which cells of `selected` are entries.
+    """Raise ValueError if an element of `lens` (if given) is below `names.least` or exceeds the number of columns, or if
+    `selected` has an index of at least `num_entries`, the pool's size. Only elements of `selected` where the mask `cells`, bool
+    [num_rows, num_columns], is True are checked.
     """
     if lens is not None:
         for row in ((lens < names.least) | (lens > selected.shape[1])).nonzero()[:1].flatten().tolist():

@@ -39,7 +39,7 @@ def assert_close_to_reference(
     at most `lab.references.errors.CONTROL_FACTOR` times the error that plain low-precision torch operations (`eager_attention`)
     make on the same request, or the error of two roundings if that is more. This is the bound of `lab.checks.judge`. If all
     vectors are within this bound, no group of vectors, such as those of one head, may be too large or too small by more than
-    rounding explains (`lab.references.errors.regress`). Rows after the last request's rows are padding and may hold anything.
+    rounding explains (`lab.references.errors.regress`). Rows after the last request's rows are padding and are not compared.
 
     Args:
         out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.
@@ -149,8 +149,8 @@ def truth_of_problem(
     requests: Sequence[int] | None = None,
     histories: Sequence[History] | None = None,
 ) -> Truth:
-    """Return the expected results of a checked problem. K and V are read through its page tables or offsets. At least one
-    request must have query rows.
+    """Return the expected results of a checked problem, whose K and V are read through its page tables or offsets: the output
+    and LSE in float64, and the control. At least one request must have query rows.
 
     Args:
         arithmetic: dtype of the operands in the control, the low-precision attention whose error bounds a kernel's error; None:
@@ -183,8 +183,8 @@ def truth_of_problem(
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
-    """Return (K, V) of each request (None: of all), [kv_len, num_kv_heads, head_dim] each, read through the problem's page
-    tables or offsets. If rows select entries, K and V have only the selected entries (`lab.calls.entries`).
+    """Return one tuple (K, V) per request (`requests` None: of all), both [kv_len, num_kv_heads, head_dim], read through the
+    problem's page tables or offsets. If query rows select cache entries, K and V have only the selected entries.
     """
     chosen = range(problem.batch_size) if requests is None else requests
     if not isinstance(problem, PagedAttention):
@@ -200,7 +200,6 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
-    """Return the entries of a cache with the token indices `places`, [len(places), num_kv_heads, head_dim], dequantised."""
     slots = places // page_size, slice(None), places % page_size
     entries = cache[slots]
     if scale_factors is None:

@@ -87,7 +87,7 @@ def generate_draft_decode_kv_indices(
 
 
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-    """Return the position in a request's row of ``req_to_token`` at which the draft slots of a branch begin."""
+    """Return the position in a request's row of ``req_to_token`` at which the slots of a branch's drafted tokens begin."""
     if page_size == 1 or topk == 1:
         return length + branch * num_steps
     in_last_page = length % page_size
@@ -96,7 +96,7 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the prefix positions that a K/V list has: all, or with a window the first `sink_size` and last `window_size`."""
+    """Return the prefix positions in a K/V list: all, or with a window the first `sink_size` and the last `window_size`."""
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 

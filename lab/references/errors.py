@@ -75,8 +75,9 @@ def _relative(out: Tensor, expected: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of output vectors. The slope of a vector is the factor by which it is too large. Groups: all
-    vectors, those of one head, of one request, of the i-th row of every request, and of the i-th row from every request's end.
+    """For each group of output vectors, the mean factor (slope) by which they are too large: 1 is right, 1.02 is 2 % too large.
+    The groups are: all vectors; those of each head; of each request; of the i-th row of every request, counted from the
+    request's start, and from its end.
     """
 
     #: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name
@@ -111,7 +112,7 @@ class Regression:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The error of each vector of an output, its bound, and a regression that finds a bias common to many vectors."""
+    """The relative L2 error of each output vector, its bound, and a test for a bias that many vectors have in common."""
 
     error: Tensor  #: relative L2 of each vector, float64 [num_rows, num_heads]
     bound: Tensor  #: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads]
@@ -155,8 +156,8 @@ class Comparison:
 
 
 def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None = None) -> Comparison:
-    """Return the error of each vector of an output and its bound: CONTROL_FACTOR times the control's error, at most
-    LARGEST_BOUND. The control is the same attention in low precision (`eager_attention`).
+    """Return the error and the bound of each output vector. The bound is CONTROL_FACTOR (4) times the error of the control,
+    which is the same attention in low precision (`eager_attention`), but at most LARGEST_BOUND (0.5).
 
     One vector's control error is random, so all vectors of a request have the same bound, from their largest control error. A
     vector that is expected to be zero must be exactly zero; its control error is ignored. A bound is never less than the error
@@ -207,9 +208,9 @@ def _compared(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | N
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the mean slope of the output vectors of each group (`Regression`), and the largest allowed distance of this mean
-    from 1.
-    For a group of n vectors::
+    """Return, for each group of output vectors such as one head, the mean slope and its largest allowed distance from 1. A
+    vector's slope, sum(vector * expected) / sum(expected ** 2), is the factor by which the vector is too large. For a group of
+    n vectors::
 
         bound = COMMON + |mean control slope of the group - 1| + DEVIATIONS * deviation / sqrt(n)
         deviation = ROUNDING_DEVIATION * eps / 2 + sqrt(mean of (control slope - 1) ** 2 over all vectors of the output)
@@ -256,7 +257,7 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield five ways to group vectors: (names of the groups, group of each vector, broadcast to [num_rows, num_heads])."""
+    """Yield (names of the groups, each vector's group index, which broadcasts to [num_rows, num_heads]) for five groupings."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
@@ -271,7 +272,7 @@ def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[st
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or forward pass, and the same attention in low precision, the control."""
+    """The expected output and LSE of a call, and the control: the output of the same attention in low precision."""
 
     expected: Tensor  #: float64 [num_rows, num_qo_heads, head_dim]
     control: Tensor  #: the same output computed in low precision, in the output's dtype
@@ -287,7 +288,7 @@ class Truth:
 
     @classmethod
     def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
-        """Concatenate expected results along the heads. `parts` are in the order of the heads."""
+        """Concatenate the expected results of several parts of the heads. `parts` must be in the order of the heads."""
         if len(parts) == 1:
             return parts[0]
         by_head = [(part.expected, part.control, part.lse_log2) for part in parts]  # of block-sparse calls: none skip
@@ -305,12 +306,12 @@ class Truth:
         return row if self.rows is None else int(self.rows[row])
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
-        """Return the errors and bounds of an output (`compare`) and, if all vectors are within their bounds, its bias
-        (`regress`).
+        """Return the error and the bound of each vector of an output and, if all vectors are within their bounds, the bias that
+        many vectors have in common.
 
         Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
-        output's dtype. A right kernel may round a weight or the result of a part of the keys, and then the output. The control
-        may have no error, as where a row sees one key. A bound is larger if large scores are rounded to float32
+        output's dtype: a right kernel may round a weight or the result of a part of the keys, and then the output, while the
+        control may have no error, as where a row sees one key. A bound is larger if large scores are rounded to float32
         (SCORE_ROUNDINGS). The error that skip-softmax may cause is added to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)

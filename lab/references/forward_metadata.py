@@ -28,7 +28,7 @@ class ForwardMetadata:
 
 
 def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
-    """Return the metadata of one forward pass in SGLang 0.5.23; in the mode DRAFT_EXTEND, that of SGLang 0.5.13.
+    """Return the expected metadata of one forward pass on the MHA kernels: SGLang 0.5.23's; in DRAFT_EXTEND, SGLang 0.5.13's.
 
     Args:
         batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
@@ -96,9 +96,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The expected metadata of a forward pass on the MLA decode kernel, as lists. Padding rows make the numbers of query rows
-    equal. A request's last row sees `seq_lens_k` keys, and its last row before the padding sees `seen_lens` keys. A block table
-    has only pages that rows may see.
+    """The expected metadata of a forward pass on the MLA decode kernel, as lists. Padding rows follow each request's rows, so
+    that all requests have `max_seq_len_q` rows. A request's last padding row sees `seq_lens_k` keys, and its last own row
+    `seen_lens` keys. A block table has only pages that rows may see.
     """
 
     seq_lens_k: list[int]
@@ -109,7 +109,7 @@ class MLAForwardMetadata:
 
 
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
-    """Return the metadata of one pass on the MLA decode kernel. Raise ValueError if the mode runs no attention.
+    """Return the expected metadata of one pass on the MLA decode kernel. Raise ValueError if the mode runs no attention.
 
     Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged verify
     a block has the rows of a whole draft. The kernel puts a block's last row at the last key, so `seq_lens_k` counts the
@@ -163,7 +163,7 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 @dataclass(frozen=True)
 class DSAForwardMetadata:
-    """The expected number of entries of each query row in the sparse MLA decode call, and their K/V pool indices."""
+    """The expected lengths and K/V pool indices of the selected entries, by query row, of a sparse MLA decode call."""
 
     seq_lens: list[int]
     places: list[list[int]]
@@ -172,12 +172,12 @@ class DSAForwardMetadata:
 def dsa_forward_metadata(
     batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
 ) -> DSAForwardMetadata:
-    """Return the metadata of one forward pass of DeepSeek sparse attention. Each query row is a request that sees only selected
-    entries; for padding rows none are selected. All requests with a draft must have equally many rows.
+    """Return the expected metadata of one forward pass of DeepSeek sparse attention, in which a query row sees only selected
+    tokens. In the call each row is a request. In a mode with drafts, all requests must have equally many rows.
 
-    `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none. If the batch has more
-    rows, they select none. Selection is in whole groups of `index_kpool` positions, at most `index_topk` positions per row. The
-    positions after a request's last whole group are always selected.
+    `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none; nothing is selected
+    for later rows, such as padding. Whole groups of `index_kpool` positions are selected, at most `index_topk` positions per
+    row. The positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -198,8 +198,8 @@ def dsa_forward_metadata(
 
 
 def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> DSAForwardMetadata:
-    """Return which entries of each query row are in the cache of one of `size` GPUs in decode context parallelism: the number
-    of these entries, and their indices in this GPU's cache, followed by -1.
+    """Return the part of the metadata that belongs to one of `size` GPUs in decode context parallelism: for each query row the
+    number of entries in this GPU's cache, and their indices in this cache, followed by -1.
     """
     own = [[at // size for at in row if at >= 0 and at % size == rank] for row in metadata.places]
     padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, metadata.places, strict=True)]
@@ -208,7 +208,7 @@ def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> 
 
 @dataclass(frozen=True)
 class DSV4ForwardMetadata:
-    """The expected metadata of a forward pass on DeepSeek-V4's call, as lists."""
+    """The expected lengths, entry indices and row offsets of DeepSeek-V4's attention call, as lists."""
 
     seq_lens: list[int]  # of each query row
     sparse_indices: list[list[int]]  # the used columns of each query row
@@ -219,7 +219,7 @@ class DSV4ForwardMetadata:
 def dsv4_forward_metadata(
     batch: Any, pool: Any, *, compress_ratio: int, topk_indices: Tensor | None = None
 ) -> DSV4ForwardMetadata:
-    """Return the metadata of one forward pass of DeepSeek-V4, in any mode but DRAFT_EXTEND.
+    """Return the expected metadata of one forward pass of DeepSeek-V4, in any mode except DRAFT_EXTEND.
 
     The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
     compressed entries of its request. The page id of an entry is the page id of its tokens; pages of the compressed pool have
@@ -227,8 +227,8 @@ def dsv4_forward_metadata(
 
     Args:
         compress_ratio: number of tokens that a compressed entry represents; 0: there are no such entries.
-        topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row uses its first n
-            numbers, where n is the number of entries without a token after the row. None: a row uses all n entries.
+        topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row may see the n entries
+            without a token after the row, and uses the first n of its indices. None: a row uses all n entries.
     """
     mode, rows, lasts = batch.forward_mode.name, list[tuple[int, int]](), list[int]()
     for i, request in enumerate(batch.req_pool_indices.tolist()):
@@ -261,7 +261,7 @@ class BlockSparseForwardMetadata:
 
 
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
-    """Return the metadata of one decode or target verify of MiniMax-M3. Each query row is a request.
+    """Return the expected metadata of one decode or target verify of MiniMax-M3. In the call each query row is a request.
 
     `seq_lens` counts the tokens that a row sees: those of the row's page up to the row, and those of at most 15 earlier pages;
     1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16]: pages of the row's request, -1 for none.

@@ -32,14 +32,14 @@ from lab.references.softmax_attention import (
 @takes(DecodeCall)
 @with_own_settings
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
-    """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+    """Compute attention of the newest tokens of each request over its paged K/V in float64: decode, verify, draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are raised
-    before any arithmetic. In addition, `out_dtype` may be float32 or float64, so that the result is not rounded. The host reads
-    lengths and tables.
+    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DecodeCall` documents. In addition,
+    `out_dtype` may be float32 or float64, so that the result is not rounded. Wrong arguments raise an error before any
+    arithmetic. The host reads lengths and tables.
 
     Returns:
-        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse float32 [num_rows, num_qo_heads], base 2.
     """
     problem = call.problem()
     return problem.returned(*paged_attention(problem))
@@ -48,10 +48,11 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 @takes(ContextCall)
 @with_own_settings
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Compute attention of the newest tokens of each request, in any number, over its paged K/V: extend, prefill.
+    """Compute attention of the newest tokens of each request, in any number, over its paged K/V in float64: extend, prefill.
 
-    `lab.calls.ContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. Results and errors are as in
-    `trtllm_batch_decode_with_kv_cache`.
+    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.ContextCall` documents. In
+    addition, `out_dtype` may be float32 or float64. Wrong arguments raise an error before any arithmetic. Returns out
+    [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
     problem = call.problem()
     return problem.returned(*paged_attention(problem))
@@ -60,15 +61,15 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 @takes(MLADecodeCall)
 @with_own_settings
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+    """Compute latent attention (MLA) of the newest tokens of each request over its paged cache in float64, after absorption.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
-    raised before any arithmetic. In addition, `out` may be float64, so that the result is not rounded, and latent vector,
-    rotary part and page may have any size. The host reads lengths and tables.
+    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.MLADecodeCall` documents. In
+    addition, `out` may be float64, so that the result is not rounded, and latent vector, rotary part and page may have any
+    size. Wrong arguments raise an error before any arithmetic. The host reads lengths and tables.
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
-        (out, lse), lse in the base that `MLADecodeCall.return_lse_base` says.
+        (out, lse), lse in the base that `return_lse_base` selects.
     """
     out, lse = paged_attention(call.problem())
     if lse is not None and call.lse_is_base_e:
@@ -79,11 +80,12 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 @takes(DSV4DecodeCall)
 @with_own_settings
 def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
-    """Compute DeepSeek-V4's attention: each row attends to entries that it selects in two pools, in one softmax.
+    """Compute DeepSeek-V4's sparse attention in float64. Each query row attends, in one softmax, to the cache entries that its
+    row of `sparse_indices` lists: recent tokens in `swa_kv_cache`, and compressed tokens in `compressed_kv_cache`.
 
-    `lab.calls.DSV4DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
-    raised before any arithmetic. In addition, query and cache may have any dtype and size of `MLADecodeCall`, and `out` may be
-    float64. The entries of both pools are copied.
+    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DSV4DecodeCall` documents. In
+    addition, query and caches may be float16, float32 or float64, head_dim may have any size, and `out` may be float64. Wrong
+    arguments raise an error before any arithmetic. Both caches are copied.
 
     Returns:
         out, the query's shape, bfloat16 unless `out` is given.
@@ -95,8 +97,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (output, LSE in base 2 or None) of a checked problem, computed in float64 and rounded once. The output is
     [num_rows, num_qo_heads, v_head_dim] in `problem.out_dtype`, the LSE float32 [num_rows, num_qo_heads]. Padding rows have the
-    output zero and the LSE -inf, also with sinks. Raises ValueError if `PagedAttention.check_values` refuses the contents of a
-    tensor.
+    output zero and the LSE -inf, also with sinks. Raises ValueError for a wrong length, offset or page id.
     """
     if len(problem.query) == 0:
         return problem.results()
@@ -173,8 +174,8 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """A batch of blocks that are computed together, padded to the largest block. Key 0 of a block is its first page's first
-    key.
+    """A batch of blocks (consecutive query rows of one request) that are computed together, padded to the largest block. Key 0
+    of a block is the first key of the block's first page.
 
     Attributes:
         request, kv_len, first_key: each block's request, the request's number of keys, and the position of the block's key 0,
@@ -228,7 +229,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (block indices, key indices) in a tile of keys that no row of their block sees, int64; () if all are seen."""
+        """Return (block indices, key indices), int64, of a tile's keys that no row of their block sees; () if all are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()

@@ -29,15 +29,15 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **so
         query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
         keys: [batch, kv_len, num_kv_heads, head_dim], dequantised, and finite even where not visible.
         values: [batch, kv_len, num_kv_heads, v_head_dim], dequantised, and finite even where not visible.
-        visible: bool [batch, q_len, kv_len].
-        softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
+        visible: bool [batch, q_len, kv_len], True for the keys that a row sees.
+        softmax: bmm1_scale and bmm2_scale, the factors of Q·K^T and of P·V, 1 if left out; and sinks, [num_qo_heads].
 
     Returns:
         out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of
         the denominator (sink included), -inf where that is zero.
 
     Raises:
-        TypeError, ValueError: `check_plain` refuses an argument, before any arithmetic.
+        TypeError, ValueError: a type, dtype, shape or device is wrong, or on a CPU a query, sink or scale is NaN.
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
@@ -56,11 +56,11 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> Tensor:
-    """Compute attention in low precision, [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`. This is the control: the
-    error of a right kernel may be a small multiple of the control's error.
+    """Compute attention in low precision, [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`. This output is the control:
+    the error of a right kernel may be a small multiple of the control's error.
 
     The query and the softmax's weights are rounded to `arithmetic` before each product; for e4m3 each row is first scaled to
-    the dtype's range. Scores, softmax and sums are float32. Errors are those of `attention`.
+    the dtype's range. Scores, softmax and sums are float32. Wrong arguments raise TypeError or ValueError.
 
     Args:
         query, keys, values, visible, softmax: as in `attention`.

@@ -26,8 +26,8 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
 
 
 def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `values / global_scale` in NVFP4, as `dequantize_nvfp4` reads it: (two e2m1 values per byte, one e4m3 scale factor
-    per 16 values). `values` are [..., head_dim]; head_dim is a multiple of 16.
+    """Return `values / global_scale` in NVFP4: (uint8 [..., head_dim // 2], two e2m1 values per byte, the even element in the
+    low four bits; e4m3 scale factors [..., head_dim // 16]). `values` are [..., head_dim]; head_dim is a multiple of 16.
     """
     blocks = (values.to(torch.float64) / global_scale).unflatten(-1, (-1, NVFP4_BLOCK))
     scale_factors = quantize_e4m3(blocks.abs().amax(dim=-1) / E2M1_MAX, 1.0)
@@ -49,7 +49,7 @@ def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
 
 
 def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """Invert `interleave_v_scale_factors`: return scale factors in token order, same shape and dtype."""
+    """Return scale factors in token order, same shape and dtype, from the order that `interleave_v_scale_factors` makes."""
     pages, heads, page_size, count = scale_factors.shape
     grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
     return grouped.transpose(3, 4).reshape(scale_factors.shape)

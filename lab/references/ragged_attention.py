@@ -1,6 +1,5 @@
 """Softmax attention in float64 over contiguous K/V: `lab.references.attention` for the rows of all requests."""
 
-import itertools
 import math
 from typing import Any
 
@@ -15,12 +14,12 @@ from lab.references.softmax_attention import Rules, rounded, solved_requests
 @takes(RaggedContextCall)
 @with_own_settings
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention of each request's rows over contiguous K/V: the new tokens of an MLA prefill before absorption, or a
-    chunk of their prefix.
+    """Compute attention of each request's query rows over contiguous K/V in float64: over the new tokens of an MLA prefill
+    before absorption, or over a chunk of their prefix.
 
-    `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's, and errors, which are
-    raised before any arithmetic. In addition, `out` may be float64, so that the result is not rounded, and head_dims may have
-    any size. The host reads lengths.
+    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.RaggedContextCall` documents. In
+    addition, `out` may be float64, so that the result is not rounded, and head_dims may have any size. Wrong arguments raise an
+    error before any arithmetic. The host reads lengths.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
@@ -30,17 +29,16 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (out, LSE in base 2 or None), computed in float64 and rounded once. Padding rows have output zero and LSE -inf."""
+    """Return (output, LSE in base 2 or None), computed in float64 and rounded once. Padding rows: output zero, LSE -inf."""
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()
     problem = problem.dequantized()
-    offsets = problem.row_offsets()
-    out[offsets[-1] :] = 0
+    end = problem.row_offsets()[-1]
+    out[end:] = 0
     if lse_log2 is not None:
-        lse_log2[offsets[-1] :] = -math.inf
-    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
-    solved = solved_requests(problem.query, problem.parts(), q_lens, Rules.of(problem))
+        lse_log2[end:] = -math.inf
+    solved = solved_requests(problem.query, problem.parts(), problem.q_lens(), Rules.of(problem))
     for rows, piece, piece_lse_log2, *_ in solved:
         out[rows] = rounded(piece, out.dtype)
         if lse_log2 is not None:

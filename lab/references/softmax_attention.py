@@ -54,7 +54,7 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. `arithmetic`: None is the query's dtype; float64 is replaced by float32."""
+        """Return the rules of a problem. If `arithmetic` is None, it is the query's dtype, with float32 in place of float64."""
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),
@@ -112,9 +112,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """The keys with the indices `start` to `end` - 1 of all requests from `first_request` on. The requests are sorted by
-    length.
-    """
+    """The keys with the indices `start` to `end` - 1 of each request from `first_request` on. Requests are sorted by length."""
 
     first_request: int
     start: int
@@ -156,8 +154,9 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2) as `lab.references.attention` does, with at most one tile of K or V in float64 at a time. The
-    function `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes the scores.
+    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads], with at most
+    one tile of K or V in float64 at a time. The function `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a
+    GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -318,9 +317,6 @@ def _weights(
 
 
 def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
-    """Multiply the `rows` of each query head, [batch, num_qo_heads, q_len, n], by the `side` of its K/V head, [batch,
-    num_kv_heads, n, m].
-    """
     group = rows.shape[1] // side.shape[1]
     by_head = rows.unflatten(1, (-1, group)).flatten(2, 3) @ side
     return by_head.unflatten(2, (group, rows.shape[2])).flatten(1, 2)
@@ -339,11 +335,12 @@ def solved_requests(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], rules: Rules, *, with_control: bool = False
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
     """Compute the attention of the query rows of consecutive requests. Requests of equal sizes are computed together, and long
-    ones in several pieces.
+    requests in several pieces.
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
-            base 2, float64 [rows, num_qo_heads]; control, float32; `Truth.skipped`), the last two None unless `with_control`.
+            base 2, float64 [rows, num_qo_heads]; control, float32; the two bounds of `skippable`). Without `with_control` the
+            last two are None.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]

@@ -33,8 +33,8 @@ def requests_of_rows(q_lens: Sequence[int], device: torch.device) -> Tensor:
 
 
 def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Sequence[Tensor], rules: Rules) -> Truth:
-    """Return the expected results of query rows that attend only to `selected` positions: int64 [q_len, num_columns] per
-    request, negative for none. A key that is selected twice counts twice.
+    """Return the expected results of query rows that attend only to `selected` keys. `selected` has, for each request, key
+    positions int64 [q_len, num_columns]; a negative number is no key, and a key that occurs twice counts twice.
     """
     of_rows = [
         (keys[row[row >= 0]], values[row[row >= 0]])
@@ -46,15 +46,15 @@ def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Seq
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Regroup the rows of `truth`, whose requests have one row each: in the result, request i has the next `q_lens[i]` rows."""
+    """Return a `Truth` of the same rows in which request i has the next `q_lens[i]` rows. In `truth` each row is a request."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
 def truth_of_heads(
     query: Tensor, histories: Sequence[History], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
-    """Return the expected results of a block-sparse call, in which each K/V head sees only the keys `seen`, bool [kv_len,
-    num_kv_heads] per request. A row's position is its index among these keys.
+    """Return the expected results of a block-sparse call, in which each K/V head sees only the keys where `seen` is True: bool
+    [kv_len, num_kv_heads] per request. A head's query rows are the newest tokens of the keys that the head sees.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []

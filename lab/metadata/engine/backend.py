@@ -24,7 +24,9 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of one forward pass over a paged K/V cache. Its properties are arguments of FlashInfer's functions."""
+    """The metadata of one forward pass, such as lengths and page tables. Its properties are arguments of FlashInfer's
+    functions.
+    """
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -39,27 +41,28 @@ class PassMetadata(Protocol):
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return this metadata's tensors as output buffers of the kernel that `prepare_passes` launches. The kernel adds
-        `seq_len_offset` to each of the batch's ``seq_lens``. If `query_rows` (per request) is None, the kernel does not write
-        ``cu_seqlens_q``. `out_cache_loc` has the slots of the batch's new tokens; only a sliding-window pool needs it.
+        """Return this metadata's tensors as outputs of the kernel that writes metadata (`prepare_passes`). The kernel adds
+        `seq_len_offset` to each of the batch's ``seq_lens``. If `query_rows`, the number per request, is None, the kernel does
+        not write ``cu_seqlens_q``. `out_cache_loc` has the slots of the batch's new tokens; only a sliding-window pool needs
+        it.
         """
         ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """The metadata buffers of one forward mode (`GraphMode`). CUDA graphs read them, so their addresses do not change."""
+    """Buffers of metadata, such as page tables, that the CUDA graphs of one forward mode read. Their addresses never change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
         """Return the leading slices of the buffers, which the CUDA graph of `batch_size` requests reads."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that writes the metadata of `view` to the buffers. `view` is the batch that a CUDA graph reads."""
+        """Return a function that writes the metadata of `view`, a batch whose tensors are the graph's input buffers."""
         ...
 
 
 class GraphMetadata(Generic[PassT]):
-    """The metadata buffers of one forward mode for the largest captured batch size. Smaller sizes use leading slices."""
+    """Metadata buffers for all CUDA graphs of one forward mode. The graph of a smaller batch reads leading slices of them."""
 
     def __init__(
         self, mode: GraphMode, pool: KVPool, buffers: PassT, attention: DraftAttention = DraftAttention.MHA
@@ -85,9 +88,7 @@ class GraphMetadata(Generic[PassT]):
 
 
 class RebuiltMetadata(Generic[MetadataT]):
-    """The metadata buffers of one forward mode, for a backend that has no kernel to write into buffers. In each replay, `build`
-    makes the metadata in new tensors, which are then copied to the buffers.
-    """
+    """Metadata buffers of CUDA graphs. Each replay calls `build`, which makes new tensors, and copies these to the buffers."""
 
     def __init__(self, mode: GraphMode, pool: KVPool, build: Callable[[ForwardBatch, KVPool], MetadataT]) -> None:
         self.mode, self.pool, self.build = mode, pool, build
@@ -105,7 +106,7 @@ class RebuiltMetadata(Generic[MetadataT]):
 
 
 def copy_tensors(built: object, buffers: object, presets: Sequence[str] = ()) -> None:
-    """Copy the tensors of newly built metadata, except those named in `presets`, to the tensors of `buffers`."""
+    """Copy each tensor of `built` to the tensor with the same name in `buffers`, except the tensors named in `presets`."""
     for name, fresh in vars(built).items():
         if isinstance(fresh, Tensor) and name not in presets:
             getattr(buffers, name).copy_(fresh)
@@ -173,7 +174,6 @@ def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Call
 
 
 def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]:
-    """Return a function that calls the functions `steps` in order, and returns `result`."""
     taken = tuple(steps)
 
     def run() -> T:
@@ -188,7 +188,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
     """Return a function that writes, in one launch, the metadata of one or several forward passes over the requests of `batch`.
 
     The launch adds the ``seq_len_offset`` of each pass to the batch's ``seq_lens``. In a ragged verification, requests have
-    different numbers of query rows: ``seq_len_offset`` must be 0, and a torch operation adds these numbers before the launch.
+    different numbers of query rows: ``seq_len_offset`` must be 0, and the function first adds each request's number to its
+    length.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -209,5 +210,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys per request ``batch.seq_lens`` does not count; 0 in a ragged verification (see `prepare_passes`)."""
+    """Return how many keys per request ``batch.seq_lens`` does not count; 0 in a ragged verification, where requests differ."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture a block in `graph` without garbage collection, which may free another CUDA graph and so break the capture."""
+    """Capture a block in `graph`, without garbage collection: freeing another CUDA graph would break the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

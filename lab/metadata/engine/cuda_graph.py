@@ -21,7 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """The input batch `view` and the metadata of one captured batch size. `rebuild` computes the metadata again, in place."""
+    """The input buffers `view` and the metadata that one CUDA graph reads. `rebuild` writes the metadata again, in place."""
 
     view: ForwardBatch
     metadata: MetadataT
@@ -57,12 +57,12 @@ def size_for(batch_size: int, sizes: Sequence[int]) -> int:
 
 
 class GraphRunner(Generic[MetadataT]):
-    """The CUDA graphs of one forward mode for several batch sizes. A batch runs in the graph of the smallest size that is large
+    """The CUDA graphs of one forward mode, one per batch size. A batch runs in the graph of the smallest size that is large
     enough. On a CPU nothing is captured: a replay calls the same functions again.
 
     Args:
-        body: called once per captured size with its batch and metadata. Returns the function that the graph runs after the
-            metadata is rebuilt.
+        body: called once per batch size with a batch and its metadata, whose tensors each replay updates. Returns the function
+            that the graph captures.
         metadata: metadata buffers with room for the largest size; None: the backend allocates them.
     """
 

@@ -21,10 +21,10 @@ class SpecInfo:
     draft model.
 
     Attributes:
-        num_draft_tokens: number of query rows of each request in ``TARGET_VERIFY`` (only used if the batch is empty, instead of
+        num_draft_tokens: number of query rows of each request in ``TARGET_VERIFY`` (read only if the batch is empty, else it is
             ``num_tokens // batch_size``); an upper bound of this number in ``RAGGED_VERIFY``; None in other modes.
-        num_tokens_per_req: number of query rows of each request in ``DRAFT_EXTEND_V2``, or -1 if requests differ; other modes
-            ignore it.
+        num_tokens_per_req: number of query rows of each request in ``DRAFT_EXTEND_V2``, or -1 if the number varies; ignored in
+            other modes.
         num_accept_tokens: at least ``[batch_size]`` int32 or int64, query rows of each request of a ``DRAFT_EXTEND`` in a CUDA
             graph; else None.
         speculative_step_id: number of the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V; None

@@ -13,7 +13,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataPlace(NamedEnum):
-    """Where a replay's metadata is rebuilt: before the graph is replayed, or inside the graph."""
+    """When the metadata of a CUDA graph is written again: before each replay, or in each replay by the graph's own kernels."""
 
     BEFORE_REPLAY = "before the replay"  # SGLang 0.5.11 to 0.5.14
     IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads the current lengths, rows and slots
@@ -35,8 +35,8 @@ class GraphMode:
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Make a mode with ``spec_info.num_tokens_per_req`` query rows per request. If this number is not positive (SGLang
-        0.5.13 at capture), the host reads the largest of ``num_accept_tokens`` instead. Raises ValueError if there is neither.
+        """Return a mode with ``spec_info.num_tokens_per_req`` query rows per request. If this number is not positive (SGLang
+        0.5.13 at capture), use the largest element of ``num_accept_tokens``. Raises ValueError if both numbers are missing.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -53,7 +53,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return for how many tokens of each request a replay writes K and V: 0 in a draft that writes no K/V."""
+        """Return the number of tokens per request whose K and V a replay writes: 0 in a draft that writes no K/V."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:

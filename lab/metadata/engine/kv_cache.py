@@ -143,7 +143,7 @@ class NVFP4KVCache(PagedKVCache):
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
-        """Store one token's K, V and scale factors at each slot (see `PagedKVCache.write`).
+        """Store one token's K, V and scale factors at each slot. A row with a negative slot is written to slot 0, the padding.
 
         Args:
             k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
@@ -184,15 +184,15 @@ class PagedLatentCache:
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry, ``[n, kv_lora_rank + qk_rope_head_dim]``, at each slot (see `PagedKVCache.write`)."""
+        """Store one token's entry, ``[n, kv_lora_rank + qk_rope_head_dim]``, at each slot; with a negative slot, at slot 0."""
         _check_rows(slots, entries=(self.storage, entries))
         _write_rows(self.storage, slots, entries)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """The MLA cache of one layer, divided among the n GPUs (ranks) of decode context parallelism. Slot s of the pool is slot s
-    // n in the cache of rank s % n.
+    """The MLA cache of one layer, divided among the n GPUs (ranks) of decode context parallelism. The entry of the pool's slot
+    s (page * page_size + offset in the page) is in slot s // n of rank s % n.
     """
 
     #: contiguous ``[n, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; a page of the pool has ``n * page_size``
@@ -227,9 +227,8 @@ def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Return a view in which each axis of size 1 has the stride that it has in a contiguous tensor. A permuted cache of one
-    head has stride(1) == stride(2), which a TMA descriptor does not permit (FlashInfer issue 2232). SGLang 0.5.23 corrects the
-    same strides.
+    """Return a view whose axes of size 1 have a contiguous tensor's strides. A permuted cache of one head has stride(1) ==
+    stride(2), which a TMA descriptor does not permit (FlashInfer issue 2232). SGLang 0.5.23 corrects the same strides.
     """
     strides = list(view.stride())
     for axis in reversed(range(view.dim() - 1)):

@@ -120,7 +120,7 @@ class KVPool:
         return row
 
     def extend_request(self, req_pool_index: int, count: int) -> Tensor:
-        """Append ``count`` tokens, and return their slots, ``[count]`` int64. Raises the errors of `add_request`."""
+        """Append ``count`` tokens, and return their slots, ``[count]`` int64. Raise RuntimeError if no page is free."""
         request = self._request(req_pool_index)
         start, end = request.length, request.length + count
         if count < 0:

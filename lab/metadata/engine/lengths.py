@@ -60,7 +60,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return ``max_seq_len_q``: the largest number of query rows of a request or an upper bound, without reading the device."""
+    """Return ``max_seq_len_q``, the largest number of query rows of a request; if only the device has it, an upper bound."""
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
         return 1
@@ -111,8 +111,9 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors, each ``[num_rows]``. For each query row they have: the index of its request (for a padding row: of
-    the last request); the number of tokens that the row sees in MLA, itself and those before it; True for a padding row.
+    """Return (request, seen, is_padding), each ``[num_rows]``. For each query row they have: the index of its request (for a
+    padding row: of the last request); the number of tokens up to the row's own token, as MLA counts them; True for a padding
+    row.
     """
     keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -147,8 +148,8 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Append padding requests of `PADDED_SEQ_LEN` tokens, so that the batch has `batch_size` requests. SGLang 0.5.23 does so
-    for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the metadata.
+    """Append padding requests of one token, so that the batch has `batch_size` requests. SGLang 0.5.23 does so for data
+    parallelism (`ForwardBatch.prepare_mlp_sync_batch`), sometimes after it has built the metadata.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:

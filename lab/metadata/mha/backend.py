@@ -51,7 +51,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a layer, for some consecutive requests and query rows of the batch."""
+    """One FlashInfer call of a layer: which function computes which consecutive requests and query rows of the batch."""
 
     call: AttentionCall
     first_request: int
@@ -116,8 +116,8 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and those of `CallSettings`. `query`
-    has the rows of the whole batch, ``[num_tokens, num_qo_heads, head_dim]``.
+    """Return the keyword arguments of one planned call, except `out`, `workspace_buffer` and the engine's settings
+    (`CallSettings`). `query` has the rows of the whole batch, ``[num_tokens, num_qo_heads, head_dim]``.
     """
     requests = planned.requests
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -155,10 +155,7 @@ def call_arguments(
 
 
 def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the factor by which a call multiplies K or V: `scale` for NVFP4, a positive `scale` for e4m3, else 1 (SGLang
-    0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
-    """
-    if kv_dtype == E4M3:
+    if kv_dtype == E4M3:  # SGLang 0.5.23, `_get_bmm_scales`, `_get_nvfp4_bmm_scales`
         return scale if scale > 0 else 1.0
     return scale if kv_dtype == NVFP4 else 1.0
 
@@ -166,9 +163,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return call arguments that make each query row of a verification a request of its own. A call of an encoder-only layer
-    needs them, because the decode call is causal among the rows of a request. With a window, every row sees the window of its
-    request's last token (SGLang 0.5.23).
+    """Return call arguments that make each query row of a verification a request of its own: an encoder-only layer needs them,
+    because the decode call is causal. A row then sees the window of its request's last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -188,9 +184,6 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments for the numbers of query rows of a decode call's requests: ``q_len_per_req`` if all numbers are
-    equal, else ``cum_seq_lens_q`` and ``max_q_len``, which a ragged verification always has.
-    """
     requests = planned.requests
     offsets = metadata.cu_seqlens_q[requests.start : requests.stop + 1]
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": offsets}
@@ -321,7 +314,7 @@ class TRTLLMMHABackend:
         out: Tensor,
         plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). If `plan` is None, `plan_calls` makes it."""
+        """Return a function that makes the calls of `plan` (None: those of `plan_calls`) for one layer and writes `out`."""
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
         given, steps = cast_to(dtypes.query, query)

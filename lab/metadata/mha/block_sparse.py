@@ -36,7 +36,7 @@ NUM_PAGES = 16  # largest number of pages that a row selects
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMetadata:
-    """The metadata of a decode or verification pass that makes block-sparse decode calls."""
+    """The lengths and page tables of block-sparse decode calls, in which each K/V head attends to at most 16 selected pages."""
 
     page_table: Tensor  #: ``[num_rows, width]`` int32, the pages of each row's request
     query_seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens each row sees, 0 or more
@@ -47,7 +47,7 @@ class BlockSparseMetadata:
 
 
 def num_seen(num_tokens: int) -> int:
-    """Return how many of a request's `num_tokens` tokens the last query row sees, which are in at most 16 selected pages."""
+    """Return how many of a request's `num_tokens` tokens its last query row sees in at most 16 pages of 128 tokens."""
     return num_tokens - max((num_tokens - 1) // PAGE_SIZE - (NUM_PAGES - 1), 0) * PAGE_SIZE
 
 
@@ -128,9 +128,9 @@ class BlockSparseBackend(RebuildingBackend[BlockSparseMetadata]):
         out: Tensor,
         topk_indices: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). Of `layer`, only `softmax_scale` is used. Each call
-        first copies the pages that `topk_indices` lists, the `topk_pages` of `copy_selected_pages`. Rows of `out` beyond the
-        number of rows in `metadata` become 0.
+        """Return a function that copies the selected pages, computes one layer's attention over them and writes `out`.
+        `topk_indices`, ``[num_kv_heads, num_rows, 16]`` int32, has the selected pages (`copy_selected_pages`). Of `layer` only
+        `softmax_scale` is used. Rows of `out` beyond the rows in `metadata` become 0.
         """
         rows, heads, count = len(metadata.query_seq_lens), *metadata.block_tables.shape[::2]
         if rows == 0:

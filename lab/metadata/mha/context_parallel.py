@@ -34,7 +34,7 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """The query rows of one rank in an extend pass whose rows are divided among ranks, and the metadata of the rank's call."""
+    """One rank's query rows in an extend pass with context parallelism, and the metadata of the rank's attention call."""
 
     rows: Tensor  #: ``[num_rows]`` int64, indices of the rank's query rows in the whole batch, in the order of its call
     #: number of rows of the rank's tensors, the same on all ranks, because collectives require it: the largest number of query
@@ -122,7 +122,7 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention, one call of `backend` per shard. Rows of `out` in no shard are not written."""
+    """Return a function that computes one layer's attention by one call of `backend` per rank, and writes the rows to `out`."""
     steps: list[Callable[[], object]] = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))

@@ -227,8 +227,7 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 
 
 class MHAGraphMetadata(GraphMetadata[TRTLLMMHAMetadata]):
-    """The metadata buffers of one forward mode for all captured batch sizes, as SGLang's `init_cuda_graph_state` allocates
-    them.
+    """The metadata buffers of one forward mode for the CUDA graphs of all batch sizes (SGLang's `init_cuda_graph_state`).
 
     Page tables and running sums are 0 at first. ``cu_seqlens_q`` of decode and verification is written only when the buffers
     are allocated.

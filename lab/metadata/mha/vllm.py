@@ -27,7 +27,7 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """Which engine and kernels are modelled. vLLM calls trtllm-gen on SM100 and SM103, XQA on SM90 and SM120 (line 1302)."""
+    """The engine whose calls are modelled. vLLM calls trtllm-gen on SM100 and SM103, and XQA on SM90 and SM120 (line 1302)."""
 
     SGLANG = "SGLang"
     VLLM = "vLLM"
@@ -62,8 +62,8 @@ class VLLMBackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). As upper bound of lengths vLLM passes the length of
-        the batch's longest request; it passes `max_context_len` only when it captures a CUDA graph.
+        """Return a function that computes one layer's attention by a decode and a context call and writes `out`. As upper bound
+        of lengths vLLM passes its longest request's length, and `max_context_len` only when it captures a CUDA graph.
         """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))
@@ -102,9 +102,9 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the arguments for the numbers of query rows of the decode call's requests, as vLLM's
-        `_compute_decode_query_lens` does: one number if all requests have equally many rows, else offsets. Padding requests
-        have 0 rows. With XQA, or if no request has more than one row, padding requests do not count in this comparison.
+        """Return the arguments for the numbers of query rows (vLLM's `_compute_decode_query_lens`): one number if all requests
+        have equally many rows, else offsets. With XQA, or if no request has more than one row, padding requests, which have 0
+        rows, do not count in this comparison.
         """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]

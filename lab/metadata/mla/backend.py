@@ -100,7 +100,7 @@ class TRTLLMMLABackend:
         out: Tensor,
         padded_query: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention on the decode kernel (see `Backend.prepare_attention`).
+        """Return a function that computes one layer's attention on the decode kernel and writes `out`.
 
         Args:
             query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
@@ -245,8 +245,8 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the first elements of a buffer as a contiguous tensor of the given shape. SGLang 0.5.12 uses the slice
-    ``buffer[:batch_size, :max_seq_len_q]``. In a wider buffer this slice is not contiguous, but the kernel ignores its strides.
+    """Return the first elements of a buffer as a contiguous tensor of the given shape. The kernel ignores strides, so it would
+    read wrong rows from SGLang 0.5.12's slice ``buffer[:batch_size, :max_seq_len_q]`` of a wider buffer.
     """
     needed = torch.Size(shape).numel()
     if needed > buffer.numel():

@@ -43,10 +43,11 @@ class DecodeContextParallel:
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def own_entries(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of the selected entries this rank's cache has (SGLang's `transform_index_page_table_dcp`).
+        """Return (slots, counts) of the selected entries that this rank's cache has (SGLang's
+        `transform_index_page_table_dcp`).
 
-        `places`, int32 ``[num_rows, columns]``, has slots of the whole group's pool, and -1 for none. The results are the
-        entries' slots in the rank's cache, of the same shape and in the same order, then -1; and their number, int32
+        `places`, int32 ``[num_rows, columns]``, has slots of the whole group's pool, and -1 for no entry. ``slots`` has the
+        slots of the rank's entries in the rank's cache, in the same shape and order, then -1. ``counts`` is their number, int32
         ``[num_rows]``.
         """
         is_own = (places >= 0) & (places % self.size == self.rank)

@@ -133,8 +133,8 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
-        in `metadata` become 0.
+        """Return a function that computes one layer's attention to selected tokens and writes `out`. Rows of `out` beyond the
+        rows in `metadata` become 0.
 
         `topk_indices` has the selected positions, as in `DSAMetadata.places`, and each call reads it again. In a decode it may
         have as many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
@@ -179,7 +179,6 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         seq_lens: Tensor,
         results: dict[str, Any],
     ) -> list[Callable[[], Any]]:
-        """Return the steps of one call over the entries with the cache indices `places`. The last step is the call itself."""
         steps: list[Callable[[], Any]] = []
         arguments = layer_arguments(layer, query.unsqueeze(1), cache) | {
             "block_tables": places.unsqueeze(1),

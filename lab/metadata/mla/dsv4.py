@@ -97,7 +97,7 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a pass that calls DeepSeek-V4's kernel: each query row's length, last 128 tokens, and request's pages."""
+    """The metadata of a DeepSeek-V4 call: each query row's number of visible tokens, last 128 tokens, and request's pages."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, cache indices of the row's token and of the 127 tokens before it, newest first; then -1
@@ -202,7 +202,7 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of `rows`. Rows of `value` follow in memory up to a multiple of 64: the kernel reads them."""
+    """Return an int32 copy of `rows`. In memory, rows of `value` follow up to a multiple of 64: the kernel reads them too."""
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows
@@ -232,8 +232,8 @@ class DSV4Backend(RebuildingBackend[DSV4Metadata]):
         out: Tensor,
         topk_indices: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention as `TRTLLMMLABackend.prepare_attention` does. Rows of `out` beyond the number of rows
-        in `metadata` become 0. Each call reads `topk_indices` again (see `DSV4Metadata.sparse_indices`).
+        """Return a function that computes one layer's attention and writes `out`. Rows of `out` beyond the rows in `metadata`
+        become 0. Each call reads `topk_indices` again, the indexer's compressed entries (`DSV4Metadata.sparse_indices`).
         """
         rows, ratio = len(metadata.seq_lens), layer.compress_ratio
         if rows > len(query):

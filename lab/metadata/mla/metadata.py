@@ -48,7 +48,7 @@ class QueryLayout(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLADecodeMetadata:
-    """The metadata of a forward pass on the MLA decode kernel: a decode, a verification or a draft extend."""
+    """The lengths and page table of an MLA decode call, in a decode, a verification or a draft extend."""
 
     #: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's ``block_tables``). In an
     #: eager pass -1 follows the pages of each request
@@ -111,7 +111,7 @@ class TRTLLMMLADecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLAPrefillMetadata:
-    """The metadata of an MLA prefill, in which the new tokens of a request attend to each other without the cache."""
+    """The lengths of an MLA prefill's call, in which the new tokens of a request attend to each other, not to the cache."""
 
     max_seq_len: int  #: largest number of new tokens of a request
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys
@@ -129,9 +129,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of a prefill by `build_mla_prefill_metadata`, and of any other pass by `build_mla_decode_metadata`,
-    which document the arguments.
-    """
+    """Return `build_mla_prefill_metadata`, with its two settings, of a prefill; else `build_mla_decode_metadata`."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -295,8 +293,8 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return a block table ``[batch_size, width]`` int32: the pages of each request's first `keys` tokens, then page 0 up to
-    `padded_keys` tokens, then -1. `rows` are the requests' rows in the request table.
+    """Return a block table ``[batch_size, width]`` int32. A row has the pages of a request's first `keys` tokens, then page 0
+    up to `padded_keys` tokens, then -1. `rows` has each request's row in the request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
@@ -307,8 +305,8 @@ def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPoo
 def new_block_table(
     modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int, attention: DraftAttention, draft_extend: QueryLayout
 ) -> Tensor:
-    """Allocate the block table that all captured modes and batch sizes of a backend share, as SGLang's `init_cuda_graph_state`
-    does: ``[max_batch_size, width]`` int32, with room for padding rows.
+    """Allocate the block table that all CUDA graphs of a backend share, as SGLang's `init_cuda_graph_state` does:
+    ``[max_batch_size, width]`` int32, with room for padding rows.
 
     All cells are -1 at first. A replay writes the cells of its requests' pages. Later cells of a row keep the values of earlier
     replays.
@@ -327,9 +325,8 @@ def _pads_query_rows(mode: GraphMode, draft_extend: QueryLayout) -> bool:
 
 
 class MLAGraphMetadata(GraphMetadata[TRTLLMMLADecodeMetadata]):
-    """The metadata buffers of one forward mode for all captured batch sizes. `block_kv_indices` is the result of
-    `new_block_table`, whose first rows each batch uses. SGLang 0.5.23 stores metadata by batch size alone, so that a second
-    mode replaces the first.
+    """The metadata buffers of one forward mode for all CUDA graphs. `block_kv_indices`, from `new_block_table`, is shared by
+    all modes. SGLang 0.5.23 stores metadata by batch size alone, so that a second mode replaces the first.
 
     Args:
         draft_extend: layout of query rows in ``DRAFT_EXTEND``. PADDED is right for any numbers of accepted tokens. VIEW, SGLang

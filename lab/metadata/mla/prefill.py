@@ -35,8 +35,7 @@ def ragged_context_arguments(
     value: Tensor,
     num_keys: int | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`), or over `num_keys`
-    cached tokens.
+    """Return the keyword arguments of the attention call of a prefill over its new tokens, or over `num_keys` cached tokens.
 
     Query and key are ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, without absorption; rows after the requests'
     rows are left out. With an e4m3 cache, query, key and value are e4m3 (`quantised_prefill`). ``return_lse`` is True if a
@@ -89,10 +88,11 @@ def prepare_mla_prefill(
     out: Tensor | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Any]:
-    """Prepare one layer's attention over a prefill's new tokens (see `ragged_context_arguments`), in `out` or a new tensor.
+    """Return a function that computes one layer's attention over a prefill's new tokens, in `out` or a new tensor.
 
-    Returns a function that returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE
-    is float32 ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls.
+    The function returns the output without padding rows, or (output, LSE) if a request has a cached prefix. The LSE is float32
+    ``[num_rows, heads]``, base 2. The caller may change the contents of the tensors between calls. Query and key are
+    ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``.
     """
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value)
     own_out = None if out is None else out[: arguments["query"].shape[0]]
@@ -111,7 +111,7 @@ def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """One chunk of the cached prefixes of a batch: the tokens that one attention call reads."""
+    """The tokens of a batch's cached prefixes that one attention call reads; long prefixes need several calls."""
 
     seq_lens: Tensor  #: ``[batch_size]`` int32, tokens of each request, 0 or more
     cum_seq_lens: Tensor  #: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``
@@ -161,11 +161,11 @@ def prepare_prefix_chunk(
     *,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Prepare one layer's attention of all new tokens to a chunk of cached prefixes (see `ragged_context_arguments`). `key` and
+    """Return a function that computes one layer's attention of all new tokens to one chunk of the cached prefixes. `key` and
     `value` have the chunk's tokens in the order of ``chunk.kv_indices``. A row sees all tokens of its request in the chunk.
 
-    Returns a function that returns the output without padding rows, 0 in rows without keys, and the LSE: float32 ``[num_rows,
-    heads]``, base 2, -inf in rows without keys.
+    The function returns (output, LSE) without padding rows: 0 and -inf in rows without keys. The LSE is float32 ``[num_rows,
+    heads]``, base 2.
     """
     num_tokens = chunk.kv_indices.shape[0]
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value, num_keys=num_tokens) | {

@@ -20,7 +20,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The query rows of a draft extend whose logits are computed. Of d rows of request i, accept_lens[i] are accepted."""
+    """The query rows whose logits a draft extend computes. Of the d rows of request i, accept_lens[i] rows are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph
@@ -67,7 +67,7 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The output tensors of a draft model, with one row per query row or per request (`DraftExtendOutput.num_rows`)."""
+    """The output tensors of a draft model: one row per query row, or per request if only one row of a request is selected."""
 
     logits: Tensor  #: float32 [num_rows, vocab_size]
     hidden_states: Tensor  #: [num_rows, hidden_size]
@@ -88,7 +88,7 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """The draft model that a CUDA graph runs, such as `studies.stand_in_model.StandInModel`."""
+    """The draft model that a CUDA graph runs in a draft extend, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
         """Return input buffers of zeros, which are valid token ids and row indices."""
@@ -105,7 +105,7 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a function that a CUDA graph can capture. It writes K, V, and the rows of `outputs` that `form` selects."""
+        """Return a function that a CUDA graph can capture. It writes K, V, and the outputs of the rows that `form` selects."""
         ...
 
 
@@ -121,9 +121,9 @@ def model_body(
 
 
 class DraftExtendGraph:
-    """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``) for several batch sizes, as in SGLang's
-    draft-extend runner. `GraphMode.draft_extend_v2` determines the query rows per request. With `disable_padding` a batch runs
-    only if its size was captured.
+    """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``), one per batch size, as in SGLang's draft-extend
+    runner. `spec_info.num_tokens_per_req` is the number of query rows per request. With `disable_padding` a batch runs only if
+    its size was captured.
     """
 
     def __init__(

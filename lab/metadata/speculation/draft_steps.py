@@ -32,7 +32,7 @@ MOST_STEPS = 8  # largest ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
-    """Which launches write the metadata of all steps of a draft."""
+    """Which kernel launches write the metadata (lengths, page tables) of all steps of a draft."""
 
     COMMON_TEMPLATE = "common template"  # a launch for the ragged lists, then one per step (before change 26241)
     PER_STEP = "per step"  # one launch per step (after change 26241)
@@ -41,7 +41,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata of one step of a draft and, with `DraftPlan.COMMON_TEMPLATE`, the lists of its requests' K/V slots."""
+    """The metadata of one step of a draft, and with `DraftPlan.COMMON_TEMPLATE` the list of the K/V slots of its requests."""
 
     metadata: PassMetadata
     kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
@@ -86,7 +86,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """Buffers for the metadata of all steps of a draft. The lists of K/V slots, int32, are None except with COMMON_TEMPLATE."""
+    """Buffers for the metadata of all draft steps. Lists of K/V slots, int32, exist only with `DraftPlan.COMMON_TEMPLATE`."""
 
     #: metadata of ``max_batch_size * topk`` rows for each step. With ONE_LAUNCH all steps have the same table. In a frozen-KV
     #: draft all steps have the same metadata
@@ -144,8 +144,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     """Check the batch. Return the metadata buffers of all draft steps and a function `write` that fills them. A CUDA graph can
     capture `write`.
 
-    The batch of a frozen-KV draft is the result of `frozen_kv_batch`. Without ``seq_lens_cpu``, a step's ``kv_indices`` is the
-    step's whole row of the buffer.
+    A frozen-KV draft, which writes no K/V, takes a batch of `frozen_kv_batch`. If the batch has no ``seq_lens_cpu``, a step's
+    ``kv_indices`` is the step's whole row of the buffer.
     """
     check_pool(draft, pool)
     if batch.forward_mode.query_rows is not QueryRows.ONE:
@@ -186,7 +186,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build the metadata of every step of a draft in new tensors, as an eager pass does. Raises as `prepare_draft` does."""
+    """Build the metadata of every step of a draft in new tensors, as an eager pass does. ValueError: a wrong batch or pool."""
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
     return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
@@ -218,8 +218,8 @@ def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
 
 
 def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
-    """Return the batch that every pass of a frozen-KV draft uses, with `topk` branches per request (SGLang's
-    `expand_for_topk_draft` in `frozen_kv_mtp_utils.py`). The host does not read the device.
+    """Return the batch of a frozen-KV draft, which reads the target model's K/V and writes none, with `topk` branches per
+    request (SGLang's `expand_for_topk_draft` in `frozen_kv_mtp_utils.py`). The host does not read the device.
 
     Branch j of request i is row ``i * topk + j`` of new tensors, with the pages and length of the request. ``out_cache_loc`` is
     empty. Raises TypeError or ValueError unless `topk` is an int of 1 or more and the batch a plain decode.

@@ -31,14 +31,14 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of the verify pass's metadata depends on the draft. A fix-up must write this part after the draft."""
+    """Whether a part of the verify pass's metadata depends on the draft, and must be written after the draft (in a fix-up)."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
 
 
 class PlanStart(NamedEnum):
-    """When the metadata of a verify pass is built. SGLang 0.5.13, which does not wait for the inputs, is not modelled."""
+    """When and where a verify pass's metadata is built. SGLang 0.5.13, which does not wait for the inputs, is not modelled."""
 
     IN_LINE = "in line"  # on the forward stream, after the draft: SGLang's default
     AFTER_DRAFT = "after the draft"  # on a second stream, after the draft: SGLang 0.5.11, 0.5.12 and 0.5.23
@@ -86,7 +86,7 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch the building of the metadata, except what depends on the draft, without reading the device on the host."""
+        """Launch what writes the metadata, except the part that depends on the draft. The host does not read the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree, positions]``, the buffers that the draft fills. If a buffer is None, the draft uses its own."""
@@ -235,8 +235,8 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch by `planner` once with each draft. Return, per draft, copies of all tensors that the verify pass
-    received. With a correct backend only the tensors that depend on the draft differ.
+    """Run the same batch once with each draft. Return, per draft, copies of all tensors that the verify pass received: name ->
+    tensor. If the backend is correct, only the tensors that depend on the draft differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iter
 
 
 class CapturedVerify(VerifyBackend):
-    """A `VerifyBackend` for verify passes in CUDA graphs. A plan writes the inputs and the metadata of a captured batch size.
+    """A `VerifyBackend` for verify passes in CUDA graphs. `plan` writes the inputs and the metadata of a captured batch size.
 
     `attention`, TRT-LLM MHA or MLA, allocates the metadata buffers. `mask` is a buffer for the decode call's packed mask (see
     `PlannedVerify`) of ``max(batch_sizes)`` requests. If `mask` is None, rows are causal. MLA's kernel takes no mask.
@@ -301,7 +301,7 @@ class CapturedVerify(VerifyBackend):
 
 class ChainVerify(CapturedVerify):
     """Plans the verification of chains (top-k 1). Query rows are causal, so no part of the plan depends on the draft. SGLang's
-    draft fills `verify_mask` while it builds a tree, but no kernel reads it. If it is None, the draft allocates one.
+    draft fills `verify_mask` while it builds a tree, but no kernel reads it. None: the draft allocates the mask.
     """
 
     fix_up = FixUp.NONE
