@@ -20,8 +20,8 @@ QUIET_S = 3.0  # seconds after an interruption in which further ones are ignored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `lab` command that `arguments` (None: `sys.argv[1:]`) names. The process exits with the status of the command if
-    the command completes. Otherwise return an exit status.
+    """Run the `lab` command that `arguments` names (None: `sys.argv[1:]`). If the command completes, the process ends with the
+    exit status of the command, and `main` does not return.
 
     Returns:
         `ExitStatus.MISUSED` (2) if an optional package (one of pip's extras) is missing, or a file or the output cannot be read

@@ -227,8 +227,8 @@ def explain(
     and a kernel whose errors equal the judge's error bounds. A *mismatch* is an element that exceeds the test's tolerance. For
     each kernel, P is the probability that a test of `elements` elements has `mismatched` or more mismatches. The verdict is::
 
-        "bug"        if `off_by` exceeds each error that the judge allows in one element; or if P of the kernel at the bounds is
-                     below `LEVEL` (0.001)
+        "bug"        if `off_by` exceeds the largest difference that the judge allows in one element; or if P of the kernel at
+                     the bounds is below `LEVEL` (0.001)
         "noise"      if P of the right kernel is at least `LEVEL`, and the probability that its largest difference is `off_by`
                      or more is at least `LEVEL` too
         "undecided"  otherwise

@@ -104,9 +104,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family for which Triton kernels choose tiles: SM90 on a CPU, SM80 on an older GPU, else the GPU's
-    family.
-    """
+    """Return the GPU family for which Triton kernels choose tiles: SM90 on a CPU, SM80 on an older GPU, else the GPU's."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

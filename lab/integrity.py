@@ -198,9 +198,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return the parts of a function that an assignment can replace: its code, its default arguments, and functions in its
-    closure.
-    """
+    """Return what an assignment can replace in a function: its code, its defaults, and functions in its closure."""
     keywords = (function.__kwdefaults__ or {}).items()
     held = map(_contents, function.__closure__ or ())
     cells = [each for each in held if isinstance(each, types.FunctionType)]
@@ -251,9 +249,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True for a list or dict of plain values (`PLAIN`), such as numbers and strings. Other lists and dicts are caches,
-    whose contents may change.
-    """
+    """Return True for a list or dict of plain values. Other lists and dicts are caches, whose contents may change."""
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
@@ -299,9 +295,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _overloads(name: str) -> list[str]:
-    """Return the names of an operator's overloads that have kernels. An overload that only TorchScript uses, such as for two
-    ints, has no kernel.
-    """
+    """Return the names of an operator's overloads that have kernels. Overloads that only TorchScript uses have none."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return [each for each in names if torch._C._dispatch_has_kernel(each)]

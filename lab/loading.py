@@ -24,8 +24,8 @@ class LoadError(ImportError):
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True if `error` is a KeyboardInterrupt that Ctrl-C caused. A worker process ignores Ctrl-C: if a kernel raises
-    KeyboardInterrupt there, return False.
+    """Return True if `error` is a KeyboardInterrupt that Ctrl-C caused. Worker processes ignore Ctrl-C, so that there a kernel
+    must have raised the KeyboardInterrupt: return False.
     """
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
@@ -109,9 +109,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return a text that identifies the file or top-level package that `load(name)` imports if `folder` is the working
-    directory.
-    """
+    """Return a text that identifies the file or package that `load(name)` imports if `folder` is the working directory."""
     where, _, attribute = name.partition(":")
     if where.endswith(".py"):
         return f"{os.path.abspath(folder / where)}:{attribute}"

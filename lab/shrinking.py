@@ -11,9 +11,8 @@ def smallest(
     reductions: Sequence[Callable[[Subject], Iterable[Subject]]],
     stays_wrong: Callable[[Subject], bool],
 ) -> Subject:
-    """Return the smallest failing version of `subject`, such as a case, that the reductions reach. Each reduction yields
-    smaller versions of a subject; the first one that fails (`stays_wrong`) replaces the subject, until no smaller version
-    fails.
+    """Reduce a failing `subject`, such as a case, and return the smallest failing version that was found. A reduction yields
+    smaller versions of a subject. The first version that fails (`stays_wrong`) is reduced further.
     """
     is_smaller = True
     while is_smaller:

@@ -78,9 +78,9 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
 
 def traced_requests(cases: Sequence[RecordedCase], note: Callable[[str], object] = str) -> list[TracedRequest]:
     """Return the requests of the decode calls as a trace, with their numbers of keys before the call. If there are no decode
-    calls, return those of the context calls, with their numbers of query rows. Consecutive calls with the same lengths are
-    assumed to be the layers of one forward pass, and are used once. Requests without keys before the call are padding, and are
-    left out. `note` is called with a sentence about each call that is left out. Raises RecordingError if no request remains.
+    calls, return the requests of the context calls, with their numbers of query rows. Consecutive calls with the same lengths
+    count as the layers of one forward pass, and are used once. Requests without keys before the call are padding, and are left
+    out. `note` is called with a sentence about each call that is left out. Raises RecordingError if no request remains.
     """
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:

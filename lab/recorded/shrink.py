@@ -1,6 +1,5 @@
 """Shrink a recorded call whose result is wrong. A *reduction* is a function that yields smaller or simpler variants of a call.
-A variant may be invalid. In a variant, changed tensors are contiguous, and random values that replaced recorded contents are
-drawn again.
+A variant may be invalid. Its changed tensors are contiguous. If contents are random values, a variant has new random values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +32,7 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
-    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return (smallest wrong call, what is wrong
-    with it).
+    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return (smallest wrong call, what is wrong).
 
     Args:
         find: returns what is wrong with a call, or None. `recorded_fault` makes no call and judges the recorded output.

@@ -25,7 +25,9 @@ class RecordedInputs:
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Return sentences about suspicious inputs: scales of 0, rows of no request, shared last pages, non-finite K or V."""
+        """Return sentences about suspicious inputs: scales of 0, rows of no request, a last page of two requests, NaN in K or
+        V.
+        """
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [f"{name} is 0, which makes {what}" for name, what in scales.items() if not getattr(problem, name)]
@@ -96,7 +98,7 @@ class RecordedInputs:
 
 
 def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return which keys of a request each row sees, bool [q_len, kv_len]. If rows select entries, each key is an entry."""
+    """Return which keys of a request each row sees, bool [q_len, kv_len]. In a sparse call, a key is a selected entry."""
     keys, shown = torch.arange(kv_len, device=problem.query.device), None
     if isinstance(problem, PagedAttention):
         if problem.selected is not None:

@@ -1,4 +1,4 @@
-"""Time two kernels, or one kernel with two settings, in one process on this GPU. The samples of both are interleaved."""
+"""Time two kernels, or one kernel with two settings, in one process on this GPU. Their samples are interleaved."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

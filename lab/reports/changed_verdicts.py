@@ -44,7 +44,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How the verdict on a case changed. Tables list the changes in this order. `style` is the style of the change's cell."""
+    """How the verdict on a case changed. Tables list the changes in the members' order. `style` is the style of a cell."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"

@@ -112,7 +112,6 @@ def show(report: Report, console: Any) -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return the lines that `show` prints above and below the table of checks."""
     return [*summary(report), *notes(report)]
 
 

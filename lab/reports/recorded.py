@@ -99,7 +99,7 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return groups of rows with GPU times. The rows of a group differ only in the implementation."""
+        """Return a group for each work that was timed on the GPU: the rows of all implementations, the fastest first."""
         found = grouped(
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -124,7 +124,7 @@ def in_words(identity: Identity) -> str:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run that pytest-benchmark recorded with all samples. Raises RecordedFileError if the file is no such run."""
+    """Read a run that pytest-benchmark recorded with all samples. Raises RecordedFileError if the file is not such a run."""
     return run_of(read_file(Path(path)))
 
 

@@ -92,8 +92,8 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return a result for each required factor, function and pair of dtypes for which some call changed a bit, or could not
-        be made. Functions and dtypes for which no call with any factor was judged are left out.
+        """Return the results for required factors with which not all calls were made and had the same bits. Functions and
+        dtypes for which no call with any factor was judged are left out.
         """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}

@@ -363,9 +363,8 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Advance each generator when the case that it yielded is judged, so that a case that takes minutes delays only one
-    generator. Stop if `goes_on` returns False, or at the time `end` of `time.monotonic`. Return the number of cases that still
-    run then.
+    """Advance each generator when the case that it yielded is judged: a case that takes minutes delays only its own generator.
+    Stop if `goes_on` returns False, or at the time `end` of `time.monotonic`, and return the number of cases that still run.
     """
     with ExitStack() as stack:
         waiting = list[tuple[Waits, Pending]]()

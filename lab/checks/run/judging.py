@@ -66,10 +66,10 @@ def judge_case(
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
     """Judge one forward pass, from each request's K/V history to a kernel's output, by check M1 (forward_modes).
 
-    The K/V pool, the metadata and the kernel's arguments are built as an engine builds them. All memory that must not
-    be read is poisoned. The expected output is computed from the histories, as they were written token by token, and
-    never from a page table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel. The
-    arguments are those of `judge_case`.
+    The K/V pool, the metadata and the kernel's arguments are built as an engine builds them. All memory that must not be read
+    is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
+    table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel. `implementation` is a module or
+    object with the functions of the pass, or its name. If `device` is None, the pass runs on a GPU if there is one.
     """
     return judge_case(implementation, "M1", case, device)
 
@@ -82,7 +82,7 @@ def noted() -> Bindings:
 
 
 def note_current() -> None:
-    """Renew the record of `noted` if functions or settings were changed since. Call this only when no kernel is running."""
+    """Make the record of `noted` again if functions or settings have changed. Call this only when no kernel is running."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
@@ -212,8 +212,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, followed by the `Check` objects in `only`. If
-    `only` is empty, return all checks.
+    """Return the checks that `only` names by key or name, in the order of keys, and then its `Check` objects; all if it is
+    ().
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

@@ -37,9 +37,7 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()  #: releases of the package in which it failed
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if the installed release of `package` is one of `releases`, or if `package` is "". `release_of` returns
-        the installed release of a package, or None.
-        """
+        """Return True if `release_of(package)`, the installed release, is one of `releases`, or if `package` is ""."""
         release = release_of(self.package) if self.package else ""
         # Without a suffix such as "+cu130".
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)

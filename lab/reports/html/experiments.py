@@ -19,7 +19,7 @@ SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 def picture_of(figure: Figure, description: str) -> dict[str, str]:
-    """Return a figure as an SVG data URI, with a description for screen readers."""
+    """Return {"uri": the figure as an SVG data URI, "description": the description for screen readers}."""
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
