@@ -55,7 +55,7 @@ def answer(
 
 
 def deciding(verdicts: Iterable[CaseVerdict], profile: str) -> list[CaseVerdict]:
-    """Return the verdicts that decide whether a run is right: with a `profile`, those on cases that this engine sends."""
+    """Return the verdicts that decide whether a run is right: all, or those on the cases that the engine `profile` sends."""
     return [verdict for verdict in verdicts if not profile or profile in verdict.sent_by]
 
 
@@ -64,7 +64,7 @@ def judged_functions(verdicts: Iterable[CaseVerdict], profile: str) -> set[Inter
 
 
 def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> str:
-    """Return the line of a report with the number of compared results and, in full, what was not judged."""
+    """Return a report's line about what was judged: "compared: 194 results of 42 cases; the kernel refused 15 cases"."""
     judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
     counts = f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
     return f"compared: {counts}{''.join(f'; {each.full}' for each in not_judged)}"
@@ -109,8 +109,8 @@ def _of_cases(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], pr
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return groups of engines, each with the verdicts on the cases that these engines send. Engines share a group if they send
-    the same cases, or if all their cases are right and the run left no case out.
+    """Return (names of engines, verdicts on the cases that they send). Engines share a group if they send the same cases, or if
+    the run left no case out and all cases of these engines are right.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:

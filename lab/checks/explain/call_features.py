@@ -120,7 +120,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return the features of this call in an engine's pass. The pass's features and lengths (`of_case`) take precedence."""
+        """Return these features together with those of the engine's pass. If both have a feature, the pass's is used."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)
@@ -137,7 +137,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return the given features and those that follow from lengths. Without pages, `page_size` is `TILE`."""
+        """Add the features that follow from lengths to `features`. For a call without pages, `page_size` is `TILE`."""
         selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
         rows = _read_earlier(kv_lens, q_lens, int(features.get("group", 0)))
         of_requests = tuple(
@@ -301,9 +301,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
 
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
-    """Return the features of each request's pages or, if rows select entries, of these entries. Requests whose K/V heads have
-    page tables of their own have none.
-    """
+    """Return the features of each request's pages, or of its selected entries; [] if each K/V head has its own page table."""
     if problem.selected is not None:
         return [*read_selections(problem, problem.selected, kv_lens)]
     if problem.k_block_tables.dim() > 2:
@@ -377,8 +375,8 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of a call that is about to be made, and record the call in `log`. `around` has the features of its
-    case; the call's features replace them. If `lab.calls` refuses the arguments, only the features of `CallLog.read` are added.
+    """Return the features of a call that is about to be made, and record the call in `log`. The features of its case (`around`)
+    are added. If the arguments are invalid, the only features of the call itself are those that compare it with earlier calls.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

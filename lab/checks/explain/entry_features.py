@@ -1,4 +1,4 @@
-"""Read the features of the entries that the rows of each request select."""
+"""Read the features of the K/V entries that the query rows of each request select in a sparse call."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +12,7 @@ from lab.checks.explain.features import EMPTY_COLUMNS
 
 
 def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[int]) -> Iterator[Read]:
-    """Yield for each request the features of the entries that its rows select."""
+    """Yield for each request the features of the K/V entries that its query rows select."""
     given, used = columns.cpu(), problem.columns_in_use().cpu()
     selected = given.where(used, 0)
     up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use

@@ -65,10 +65,8 @@ class Condition:
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests of this feature that a failure rule may use, as (operator, value, cost).
-
-        The cost is in bits of description length: a search for rules prefers rules that cost less. `column` has the feature's
-        values (see `column`), from which `Number` and `Choice` take the values of their tests.
+        """Yield (operator, value, cost in bits) of each test of this feature that a failure rule may use. Rules with cheap
+        tests are preferred. `column` has the feature's values for all units (requests or results).
         """
         yield "is", True, 0.0
         yield "is not", True, NEGATION_BITS
@@ -107,8 +105,8 @@ class Number:
 class Choice:
     """A feature with one of several names as its value, such as a dtype. In words: "wherever <text> is <name>".
 
-    `kinds` is an enum or None. With an enum, the value is a member's name in lower case, and the words show the member's value
-    up to its first colon.
+    If the names are members of an enum (`kinds`), the value is the member's name in lower case, and the words have the text of
+    the member up to the first colon.
     """
 
     text: str
@@ -137,7 +135,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Merge the features of requests into `shared`: a condition that is true for any request, and the largest number."""
+    """Return `shared` with the features of requests: a condition that holds for one request, the largest value of a number."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -146,9 +144,9 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def _spread(steps: list[int]) -> tuple[list[int], list[int]]:
-    """Return the numbers for tests with ">=", and the numbers for tests with "<=". Up to `MOST_THRESHOLDS` steps, both are all
-    steps. Of more steps, the first list has the smallest one and the next one above each power of 2, and the second list has
-    the largest one and the next one at or below each power of 2, because kernels change their code at powers of 2.
+    """Return (numbers for tests with ">=", numbers for tests with "<="). Both are all steps, if these are at most
+    `MOST_THRESHOLDS`. Otherwise, both have few numbers, near powers of 2, at which kernels change their code: the first step
+    above each power for ">=", and the last step up to each power for "<=".
     """
     if len(steps) <= MOST_THRESHOLDS:
         return steps, steps
