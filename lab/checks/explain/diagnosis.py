@@ -58,7 +58,7 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The results of one kind, such as "output", for which a failure rule such as `q_len >= 2` holds; how many are wrong."""
+    """The results of a kind, such as "output", for which a failure rule such as `q_len >= 2` holds, and how many are wrong."""
 
     literals: Rule  # the literals of the rule; () if results are wrong everywhere
     held: str  # the kind of results, a key of `HELD` such as "output"
@@ -223,11 +223,10 @@ class _Units(NamedTuple):
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
     def unexplained(self, explained: Bits) -> int:
-        """Return the number of wrong results that are not among the `explained` ones, bool [results]."""
         return int((self.results_with(self.wrong) & ~explained).sum())
 
     def vacuous_with(self, rule: Rule) -> Bits:
-        """Return which results without a unit meet the rule, bool [results]."""
+        """Return which results have no unit and have a request for which the rule holds, bool [results]."""
         found = ~self.results_with(np.ones(len(self.features), dtype=bool))
         for number in np.flatnonzero(found).tolist():
             _, result = self.results[number]
@@ -267,15 +266,15 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
-    """Return the conditions under which requests show nothing: they have no rows, or no keys, unless such a one is wrong."""
+    """Return the features of requests that show nothing: "no_rows"; also "no_keys", unless a request without keys is wrong."""
     of_requests = (each for _, result in results if result.held == held for each in result.requests)
     is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")
 
 
 def _follows_from(units: _Units, held: str, inside: Bits, results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of kind `held` follow from errors of kinds that come earlier in `HELD`: a share `EXPLAINED` of the
-    wrong `units` is `inside` the regions of these kinds. For "LSE", the output must also be wrong in most such calls.
+    """Return True if errors of an earlier kind in `HELD` explain those of kind `held`: at least the share `EXPLAINED` of the
+    wrong units lies `inside` regions of earlier kinds and, for "LSE", most calls with a wrong LSE have a wrong output too.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -369,8 +368,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names the checks without an error of their own: in each wrong case of such a
-    check, the case's first call is already wrong. A first call that fails, and returns nothing, is not counted as wrong.
+    """Return for each function a sentence that names the checks whose wrong cases all have a wrong first call, which explains
+    them. A first call that fails, and returns nothing, does not count as wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

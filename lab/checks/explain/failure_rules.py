@@ -66,7 +66,7 @@ Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
 
 
 def all_hold(rule: Rule, units: Sequence[Features]) -> Bits:
-    """Return for which units each literal of a rule is true, bool [units]."""
+    """Return for which units (requests or results) all literals of a rule are true, bool [units]."""
     return np.all([np.ones(len(units), dtype=bool), *(literal.holds(units) for literal in rule)], axis=0)
 
 
@@ -83,11 +83,11 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return a rule without its uncertain literals (tests of one feature).
 
-    If the rule holds for fewer than `FEW` wrong results, a literal is uncertain if it excludes fewer than `FEW` results that
-    the other literals hold for. Besides, at most as many literals stay as the rule has wrong results. If the rule holds for
-    more wrong results, a literal is uncertain if it excludes few results (`SHOWN_RIGHT`) without a wrong excluded request.
-    A literal always stays if two cases prove it: a wrong case inside the rule, and a right case that has one parameter value
-    less and fails only this literal. `result_of`, int [units], has each unit's result.
+    If a wrong case inside the rule has one parameter value more than a right case, and the right case fails only one literal,
+    this literal stays. If the rule holds for fewer than `FEW` wrong results, other literals are uncertain if they exclude fewer
+    than `FEW` results, and at most as many literals stay as there are wrong results. If the rule holds for more wrong results,
+    other literals are uncertain if they exclude fewer right results than `SHOWN_RIGHT` per wrong result. `result_of`, int
+    [units], has the index of each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -210,7 +210,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove negated tests from a rule if the units that they exclude may be right by chance."""
+        """Remove negated tests from a rule if without them nearly all units for which the rule holds are wrong (`PURE`)."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -218,7 +218,7 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule of one condition for all wrong units, or () if right units may be outside by chance."""
+        """Return the cheapest rule of one condition for all wrong units; () if it may exclude its right units by chance."""
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -270,15 +270,14 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the entropy in bits of two counts: the sum of n log2((bad + good) / n) for n = bad and n = good."""
-    total = np.maximum(bad + good, 1e-9)
+    total = np.maximum(bad + good, 1e-9)  # entropy of two counts: the sum of n log2(total / n)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units, the units for which they hold (bool [literals, units]), and
-    their costs in bits. If several literals hold for the same units, the cheapest is kept. If several of these are equally
-    cheap, the first in `FEATURES` is kept.
+    """Return (literals that hold for some but not all units, the units for which they hold as bool [literals, units], costs in
+    bits). Of several literals that hold for the same units, the cheapest is kept, or of equally cheap ones the first in
+    `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     names = {name for features in units for name in features}
