@@ -43,7 +43,8 @@ class GroupedLayer:
 
 @dataclass(frozen=True, repr=False)
 class ForwardCase(GroupedLayer, PassCase):
-    """One forward pass with grouped queries over paged K and V, as data. `PassCase` documents the fields without a comment.
+    """One forward pass with grouped queries over paged K and V, as data. The base class `PassCase` describes the fields that
+    have no comment here.
 
     Raises:
         TypeError: an argument has a wrong type, or the judge has no error bound for a dtype.
@@ -207,15 +208,13 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls; CONTEXT if it calls DECODE too (`split_mixed_tail`, or vLLM)."""
+        """Return the attention function that the pass calls; CONTEXT for a pass that calls CONTEXT and DECODE."""
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend, which calls `implementation`. `implementation` may be None if the backend
-        only builds metadata.
-        """
+        """Return the engine's attention backend, which calls `implementation`; None for a backend that only builds metadata."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:
@@ -246,7 +245,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that a kernel must read: in a block-sparse pass, as if all rows selected one set."""
+        """Return the least number of keys that a kernel reads. In a block-sparse pass, all rows may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

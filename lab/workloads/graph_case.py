@@ -72,8 +72,8 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A sequence of CUDA graph replays of one backend: DeepSeek-V4's (DSV4) if `compress_ratio` is set, that of DeepSeek sparse
-    attention (DSA) if only `index_topk` is set, otherwise the MLA backend.
+    """A sequence of CUDA graph replays of an MLA backend: DeepSeek-V4's (DSV4) if `compress_ratio` is set, otherwise that of
+    DeepSeek sparse attention (DSA) if `index_topk` is set, otherwise the backend without selection.
     """
 
     page_size: int = 32  #: 32 or 64; with `compress_ratio` 128

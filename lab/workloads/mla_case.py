@@ -69,7 +69,7 @@ class LatentLayer:
 
 @dataclass(frozen=True, repr=False)
 class MLACase(LatentLayer, PassCase):
-    """One forward pass of latent attention (MLA) over a paged cache, as data. `PassCase` documents fields without a comment."""
+    """One forward pass of latent attention (MLA) over a paged cache. `PassCase` describes the fields that have no comment."""
 
     #: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2; if rows select entries, also a prefill
     mode: ForwardMode
@@ -163,9 +163,7 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many cache entries a kernel must read for the last `rows` query rows of a request of `seen` tokens, if all
-        these rows select the same entries.
-        """
+        """Return how many entries the last `rows` rows of a request of `seen` tokens read, if all select the same entries."""
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0
@@ -177,7 +175,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of cache entries that a kernel reads. All rows of a request may select the same entries."""
+        """Return how many cache entries a kernel reads if all rows of a request select the same entries: the least number."""
         return sum(map(self._num_selected, self.seen_lens, self.q_lens))
 
     @property

@@ -53,7 +53,7 @@ class PassCase(PassLens):
 
     @cached_property
     def max_context_len(self) -> int:
-        """Return the engine's largest request length. The lengths here are smaller, so that page tables have unused columns."""
+        """Return the engine's largest request length. It exceeds all `kv_lens`, so that page tables have unused columns."""
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
@@ -98,7 +98,7 @@ class PassCase(PassLens):
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set that the pass ignores. `uses` maps fields to (is it used, which passes use it)."""
+        """Raise ValueError if a field is set that the pass ignores. `uses` maps a field to (whether it is used, why not)."""
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:

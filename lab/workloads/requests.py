@@ -39,13 +39,13 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return each request's first position whose K and V the pass writes; the request's length if there is none."""
+        """Return for each request the first position whose K and V the pass writes; its length if the pass writes none."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """The requests of one forward pass, admitted to a K/V pool. `PassLens` documents the fields without a comment."""
+    """The requests of one forward pass, admitted to a K/V pool. `PassLens` describes the fields that have no comment here."""
 
     pool: KVPool  #: holds the requests, and may hold more tokens of a request than the pass sees
     rows: tuple[int, ...]  #: ``req_pool_index`` of each request
@@ -81,7 +81,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write K and V of the requests' tokens (`histories`) to a cache, of request i from position ``first[i]`` or 0 on."""
+        """Write K and V of the requests' tokens (`histories`) to a cache: of request i from position `first[i]` or 0 on."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -114,7 +114,7 @@ def new_pool(
     device: torch.device | str = "cpu",
 ) -> KVPool:
     """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. If
-    `swa_spare_pages` is None, there is no sliding-window pool. With `virtual_slots` there are three virtual pages per page.
+    `swa_spare_pages` is None, it has no sliding-window pool. With `virtual_slots`, it has three virtual pages for each page.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(

@@ -18,7 +18,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     encoder_only   encoder_only: a layer whose rows see all keys of their request
     hnd            layout: HND
     e4m3           kv_dtype: an e4m3 cache
-    e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
+    e4m3_products  arithmetic: an error bound for products in e4m3, as XQA on SM90 computes one query token over an e4m3 cache
     page<N>        page_size: tokens per page; 64 if left out
     padding<N>     num_padding_rows: query rows after the requests', in an extend or a ragged verification
     tp<N>          tensor_parallel: one rank's slice of N
@@ -117,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 
 def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
-    """Return the forward pass of a name, as `scenario` does, or of a name with MLA such as "decode/deepseek-v3/64q1s4k"."""
+    """Return the forward pass of a name such as "decode/llama-3.1-8b/64q1s4k" or, with MLA, "decode/deepseek-v3/64q1s4k"."""
     if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
         return scenario(name, trace)
     with naming_scenario(name):

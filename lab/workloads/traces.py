@@ -23,8 +23,6 @@ _MOST = 2**53  # float64 represents all integers up to here; every valid time in
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: its arrival in ms, and the numbers of tokens in its prompt and in its answer."""
-
     arrival_ms: float
     input_length: int
     output_length: int

@@ -194,7 +194,7 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places()` with ids that no kernel may read (the case's `table_tail`) in a row's columns after `used[row]`."""
+        """Return the slots that each row selects, [num_rows, top_k]; after `used[row]` columns, ids that no kernel may read."""
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)
@@ -310,9 +310,7 @@ def new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list
 def _block_tables(
     case: AttentionCase, tables: Sequence[Tensor], most_pages: int, live: list[int], device: torch.device
 ) -> Tensor:
-    """Return the page table, int32 [len(tables), columns]. Columns after a row's pages, which no kernel may read, have an id of
-    `TAIL_IDS` or the ids in `live`.
-    """
+    # No kernel may read the columns after a row's pages. They have one page id, or page ids of all requests (`live`).
     width = most_pages + case.storage.spare_columns
     page_id = TAIL_IDS.get(case.storage.table_tail)
     if page_id is None:

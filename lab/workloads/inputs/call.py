@@ -136,8 +136,8 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the inputs of a call one after another, and yield (what changed, the call with all changes so far). `other` and
-    `moved` have the new contents, for the same lengths and optional arguments. `moved` also has new page ids.
+    """Change the inputs of a call one after another, and yield (what changed, the call with all changes so far). The new
+    contents are those of `other`, then those of `moved` with new page ids. Both have the call's lengths and optional arguments.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

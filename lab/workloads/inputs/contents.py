@@ -59,8 +59,8 @@ class _Drawn:
 
 
 def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Draw (query, K, V, sinks) of a case, whatever its storage: query [num_rows, num_qo_heads, head_dim] in the case's dtype;
-    K and V of all requests, float32 [sum(kv_lens), num_kv_heads, head_dim]; sinks, float32 [num_qo_heads] or None.
+    """Draw (query, K, V, sinks) of a case, independent of its storage: query [num_rows, num_qo_heads, head_dim] in the case's
+    dtype; K and V of all requests, float32 [sum(kv_lens), num_kv_heads, head_dim]; sinks, float32 [num_qo_heads] or None.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -171,7 +171,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Turn keys of `keys`, [kv_len, num_kv_heads, head_dim], into needles (keys with a large logit), in place."""
+    """In `keys`, [kv_len, num_kv_heads, head_dim], turn those at `positions` into needles (keys with a large logit)."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 

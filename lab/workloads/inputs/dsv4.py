@@ -17,8 +17,8 @@ from lab.workloads.inputs.selection import keys_up_to_rows
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DSV4Inputs(AttentionInputs):
-    """The tensors of DeepSeek-V4's call. The inherited fields describe the pool of tokens, except two: a history contains a
-    request's tokens and then its compressed entries, and `selected` has positions in this history.
+    """The tensors of DeepSeek-V4's call. The inherited fields describe the pool of tokens, with two exceptions: a history
+    contains a request's tokens and then its compressed entries, and `selected` has positions in this history.
     """
 
     compressed_pages: Tensor  # [num_pages, page_size, head_dim]
@@ -48,8 +48,8 @@ class DSV4Inputs(AttentionInputs):
 
 
 def build_dsv4(of_window: AttentionCase, of_compressed: AttentionCase, device: torch.device) -> DSV4Inputs:
-    """Return the tensors of DeepSeek-V4's call, made from two calls with equal rows: one over the pool of tokens, which also
-    gives the query, sinks and scales, and one over the pool of compressed entries.
+    """Return the tensors of DeepSeek-V4's call from the cases of two calls with equal query rows. `of_window` is over the pool
+    of tokens, and determines query, sinks and scales. `of_compressed` is over the pool of compressed entries.
     """
     window, compressed = build_attention(of_window, device), build_attention(of_compressed, device)
     if compressed.selected is not None:

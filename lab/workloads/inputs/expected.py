@@ -20,7 +20,7 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as bytes. A kernel cannot find it as a tensor, and another process reads it without running a kernel's code."""
+    """A tensor as bytes: a kernel cannot find it as a tensor, and loading it in another process runs no code of a kernel."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy().tobytes())
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the tensor. Raises RuntimeError if `data` does not have the size of `shape`: a kernel may have made this
-        object, and memory that is not initialised may hold the expected results.
+        """Return the tensor. Raise RuntimeError if `data` does not have the size of `shape`: a kernel could make such an object
+        to show memory that is not initialised, which may hold the expected results.
         """
         nothing = torch.empty(0, dtype=self.dtype)  # `frombuffer` takes no empty buffer
         elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype) if self.data else nothing
@@ -51,7 +51,7 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Return the expected results, computed or restored. Raise ChangedBindingsError if a tensor in `made_from` changed."""
+        """Return the expected results. Raise ChangedBindingsError if a tensor from which they are computed has changed."""
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
         if self._kept is not None:
@@ -77,8 +77,8 @@ def truth_of_requests(
     selected: Sequence[Tensor] | None = None,
     seen: Sequence[Tensor] | None = None,
 ) -> Truth:
-    """Return expected results that are computed when they are first read (`LateTruth`). `seen`: the keys that each K/V head
-    sees (see `lab.references.truth.truth_of_heads`). `selected`: the keys that each row selects (`truth_of_selected`).
+    """Return expected results, which are computed when they are first read. `seen` has for each request the keys that K/V heads
+    see, bool [kv_len, num_kv_heads]. `selected` has for each request the keys that rows select, [q_len, top_k], -1 for none.
     """
     own = query.clone()  # the kernel gets the original
 

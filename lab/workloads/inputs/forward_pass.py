@@ -87,7 +87,7 @@ class EnginePass:
         return arguments if self.topk_indices is None else arguments | {"topk_indices": self.topk_indices}
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Return a function that makes the backend's attention calls. `arguments` are those of `prepare_attention`."""
+        """Return a function that makes the pass's attention calls. `arguments` are for the backend's `prepare_attention`."""
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
@@ -166,7 +166,7 @@ class ForwardPass(EnginePass):
 def block_sparse_truth(
     query: Tensor, histories: Sequence[History], q_lens: Sequence[int], topk_pages: Tensor, layer: AttentionLayer
 ) -> Truth:
-    """Return the expected results of causal rows that see only keys in selected pages (`topk_pages`, from `draw_pages`)."""
+    """Return the expected results of causal rows that see only the pages `topk_pages`, int32 [num_kv_heads, num_rows, 16]."""
     of_rows, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for (keys, values), q_len in zip(histories, q_lens, strict=True):
         for length in range(len(keys) - q_len + 1, len(keys) + 1):
@@ -231,7 +231,6 @@ def with_padding_rows(query: Tensor, count: int) -> Tensor:
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the number of elements per token and head in the cache's tensor."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim  # two NVFP4 values per byte
 
 

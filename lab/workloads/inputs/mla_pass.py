@@ -1,4 +1,4 @@
-"""Build the tensors of a forward pass of latent attention (MLA), whose cache has latent entries, as `forward_pass` does."""
+"""Build the tensors of a forward pass of latent attention (MLA), whose cache has latent entries instead of K and V."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ class MLAPass(EnginePass):
     """A forward pass of the MLA backend. A request's history is (entries [kv_len, head_dim],).
 
     In DeepSeek sparse attention (DSA), `topk_indices`, int32 [rows, top_k], are the positions of the entries that rows select.
-    In DeepSeek-V4, `topk_indices` are the indices of groups of tokens whose compressed entries a row sees in addition to the
-    tokens of its window. A history is then (entries, compressed entries), with a group's entry at its last token's position.
+    In DeepSeek-V4, a group of tokens has one compressed entry. A row sees its window's tokens and the compressed entries of the
+    groups `topk_indices`. A history is (entries, compressed entries), with a compressed entry at its group's last position.
     """
 
     case: MLACase

@@ -32,7 +32,7 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """Seeds for one timed call: `tokens` for K, V, pages and the choice of replaced tokens, `call` for all other contents."""
+    """Seeds of a timed call's contents: `tokens` for cached K, V and pages, `call` for the query, new tokens and lengths."""
 
     tokens: int
     call: int
@@ -59,7 +59,7 @@ class SeededRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the call's arguments without `out`: for each `number` another copy of the tensors."""
+        """Return the arguments of a call without `out`. Each `number` has a copy of the tensors of its own."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
@@ -67,7 +67,7 @@ class SeededRedraw:
         return self.sets[number]
 
     def first_set(self) -> dict[str, Any]:
-        """Return the arguments of the pass without `out`, with the original page ids and lengths."""
+        """Return the arguments of the pass without `out`, with the page ids and lengths with which the pass was built."""
         raise NotImplementedError
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
@@ -186,7 +186,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return (slots of all cached tokens, their indices among all tokens of the requests, or None if all are cached)."""
+        """Return (slots of the cached tokens, their indices among the requests' tokens; None instead if all are cached)."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0

@@ -139,11 +139,11 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Fill page 0 of the cache with `value`, and overwrite the metadata of all captured graphs with wrong numbers.
+        """Fill page 0 of the cache with `value`, and overwrite the metadata of all captured graphs: page tables with page 0,
+        the tensors named in `rewritten` with `POISONED_LENGTH`.
 
-        No request owns page 0, so that the next replay must not read it. The next replay must write the metadata again: page
-        tables get page 0 in every cell, and the tensors named in `rewritten` get `POISONED_LENGTH`. A replay that leaves a
-        cell of a page table as it is reads page 0, and `value` shows in its output.
+        The next replay must write all metadata again, and must not read page 0, which no request owns. If a replay does not
+        write a cell of a page table, it reads page 0, and `value` shows in its output.
         """
         pools = [self.cache.window, self.cache.compressed] if isinstance(self.cache, DSV4Cache) else [self.cache]
         for each in pools:
@@ -190,7 +190,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return metadata cells of padding requests, which have `length` tokens, with the value that each cell must have."""
+        """Return parts of the metadata that belong to padding requests of `length` tokens, each with the value of its cells."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
@@ -210,7 +210,7 @@ class ReplayFixture:
         return self._prepare(view, metadata, self.query[:rows], self.out[:rows], **self._buffers(rows))
 
     def _buffers(self, rows: int) -> dict[str, Tensor]:
-        """Return further buffers of a graph with this number of rows, by the names of `prepare_attention`'s arguments."""
+        """Return further arguments of the backend's `prepare_attention`: buffers that a graph of `rows` query rows reads."""
         return {}
 
     def _randn(self, *shape: int) -> Tensor:

@@ -20,7 +20,7 @@ FACTORS = 3  # neighbours are multiplied by 1, 2 and 3, so that a neighbour's sc
 
 @dataclass(frozen=True, eq=False)
 class SageInputs(RaggedInputs):
-    """The tensors of a ragged call with SageAttention's scales. `query` and `parts` are dequantised, in float64."""
+    """The tensors of a ragged call with SageAttention's scales. `query` and `parts` (K and V) are dequantised, in float64."""
 
     quantised: dict[str, Any] = field(default_factory=dict)  # the arguments with quantised tensors and scales
 
