@@ -141,7 +141,7 @@ def admit(
     num_draft_tokens: int | None = None,
     topk: int = 1,
 ) -> Requests:
-    """Admit requests to a K/V pool, with slots for all tokens. The `topk` draft branches of a request share its pool row."""
+    """Admit requests to a K/V pool, with slots for all tokens. The `topk` draft branches of a request share its slots."""
     lens = _kv_lens(prefix_lens, q_lens, draft_step)
     rows = [row for length in lens[::topk] for row in (pool.add_request(length),) * topk]
     return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)

@@ -158,9 +158,9 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the number of cached tokens of each request in a decode batch. The batch is the first `batch_size` requests that
-    run at the first full second at which enough requests run. 50 ms per token is a moderate interactive pace. Raise ValueError
-    if there is no such second.
+    """Find the first full second at which at least `batch_size` requests run. Return the number of cached tokens of each of the
+    first `batch_size` of these requests, a decode batch. 50 ms per token is a moderate interactive pace. Raise ValueError if
+    there is no such second.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")

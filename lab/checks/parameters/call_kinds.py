@@ -20,7 +20,7 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield calls of this kind: `plain` cases, each with a change in `forms`, in all at most `count` (None: any number)."""
+        """Yield special calls: cases of `plain`, each changed by one function of `forms`, at most `count` (None: no limit)."""
         # The seed of the first usual case selects the form to begin with, so that different checks begin with different forms.
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
@@ -48,7 +48,7 @@ def _selected_entries(ranges: Ranges) -> list[Change]:
 
 def of_rank(rank: tuple[int, int], case: AttentionCase) -> AttentionCase:
     """Return the case as the call of one context-parallel rank, without arguments that FlashInfer excludes in such calls.
-    `rank` is (rank, number of ranks). Raises ValueError if a request cannot have its number of keys on this rank.
+    `rank` is (rank, number of ranks). Raises ValueError if no call of this rank has the case's lengths.
     """
     storage = replace(case.storage, kv_layout="HND")
     return replace(case, rank=rank, window_left=-1, sinks=False, offsets=False, storage=storage)

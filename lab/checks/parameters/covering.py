@@ -204,8 +204,8 @@ class Model:
         return in_the_way - {name}
 
     def alone(self, of_all: Collection[str] = ()) -> Iterator[Point]:
-        """Yield the default point, then for each other value a point with this value and, where the rules permit, default
-        values. Omit values that another part of the run judges (`shard`), but keep all values of the axes in `of_all`.
+        """Yield the default point (one value for each axis). Then yield for each other value a point with this value and, where
+        the rules permit, default values. Skip values that another part of the run judges, except those of the axes in `of_all`.
         """
         yield self.default
         for name, values in self.axes.items():
@@ -253,8 +253,7 @@ class Model:
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
         """Yield the values, pairs and declared triples of values that a point covers. Usually it covers all that it contains. A
         point with a value of `vacuous` (a call with such a value computes nothing) or of a group in `apart` (kernels have
-        separate code for these values; None: the model's groups) covers only combinations that contain a value of each such
-        group.
+        separate code for it; None: the model's groups) covers only combinations that contain a value of each such group.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}

@@ -14,7 +14,7 @@ CASE_SEEDS = 2**30
 
 @dataclass(frozen=True)
 class DrawnPoint:
-    """A random point of a model: a value for each axis, a seed, and the function that makes a case of them."""
+    """A random point of a model (a value for each parameter of a call), and the function that makes a case of the point."""
 
     model: Model
     point: Mapping[str, Any]
