@@ -75,13 +75,13 @@ def check_query(query: object, dtypes: Sequence[torch.dtype] = QUERY_DTYPES) -> 
     check_head_dim_stride("query", tensor)
 
 
-def query_rows(call: Any, head_dim: str = "head_dim") -> torch.Tensor:
-    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, elements]."""
+def query_rows(call: Any, size_in_errors: str = "head_dim") -> torch.Tensor:
+    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, head_dim]."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"
         raise ValueError(
-            f"query must be [{form}, num_qo_heads, {head_dim}] {'with' if is_ragged else 'without'} cum_seq_lens_q, got "
+            f"query must be [{form}, num_qo_heads, {size_in_errors}] {'with' if is_ragged else 'without'} cum_seq_lens_q, got "
             f"shape {list(query.shape)}"
         )
     if not is_ragged and query.shape[1] == 0:
@@ -100,7 +100,7 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of K and V in `kv_cache` or `kv_cache_sf`: [num_pages, num_kv_heads, page_size, last dimension]."""
+    """Return views (K, V) of `cache`, the argument `name`: each [num_pages, num_kv_heads, page_size, last dimension]."""
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
     if isinstance(cache, torch.Tensor):
@@ -299,7 +299,6 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def latent_out(call: Any, size: int, words: str) -> dict[str, Any]:
-    """Return "out", [num_rows, num_qo_heads, size] or None, and "out_dtype" of an MLA or DeepSeek-V4 call, after checks."""
     if call.out is None:
         return {"out": None, "out_dtype": torch.bfloat16}
     out = check_out(call.out, (*call.query.shape[:-1], size), words, OUT_DTYPES)

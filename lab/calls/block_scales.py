@@ -32,7 +32,7 @@ class BlockScales:
 
 
 def has_block_scales(call: Any) -> bool:
-    """Return True if a ragged call has SageAttention's scales. Raise an error if a tuple of the arguments is malformed."""
+    """Return True if a ragged call has SageAttention's scales. Raise an error unless both arguments have four elements."""
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         value = getattr(call, name)
         if not isinstance(value, (tuple, list)):
@@ -47,7 +47,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Check and return a ragged call's SageAttention scales; None: it has none. Query, key and value must be checked before."""
+    """Check and return SageAttention's scales of a ragged call whose other tensors are checked; None if it has no scales."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs

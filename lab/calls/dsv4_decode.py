@@ -21,9 +21,8 @@ NAMES = Names("sparse_indices", "sparse_topk_lens", "the number of columns of sp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TwoPools(PagedAttention):
-    """The attention problem of a DeepSeek-V4 call, in which each query row selects entries of two pools: recent tokens and
-    compressed tokens. The first 128 columns of `selected` are entries of recent tokens. Of these 128 columns, a row at position
-    p uses only the first p + 1.
+    """The attention problem of a DeepSeek-V4 call. Each query row selects entries of two pools: recent and compressed tokens.
+    The first 128 columns of `selected` are entries of recent tokens. A row at position p uses only the first p + 1 of them.
     """
 
     #: the first `WINDOW_COLUMNS` columns are indices of entries in `window_cache`, later columns indices in `k_cache`

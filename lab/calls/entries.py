@@ -65,7 +65,9 @@ def places_of(problem: AttentionProblem, requests: Tensor, keys: Tensor) -> tupl
 
 
 def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return for each request (its keys' indices in K's pool, those in V's pool), int64 [num_keys]; see `places_of`."""
+    """Return one tuple per request: (indices of its keys in K's pool, in V's pool), both int64 [num_keys]. An index is page *
+    page_size + offset in the page, or the token's number in contiguous K/V.
+    """
     device, counts = problem.query.device, num_keys(problem)
     lens = [counts[request] for request in requests]
     of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))

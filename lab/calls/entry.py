@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator that turns `function(call)` into a function of the arguments with which `call_type` creates `call`."""
+    """Return a decorator for `function(call)`: the decorated `function(**arguments)` is `function(call_type(**arguments))`."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -27,7 +27,7 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that replaces the `**` parameter in a function's shown signature by the fields of a dataclass."""
+    """Return a decorator that replaces the `**` parameter in a function's `__signature__` by the fields of a dataclass."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)

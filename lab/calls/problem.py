@@ -234,9 +234,7 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return a bool mask [num_rows, num_columns]: which columns of `selected` each row uses. A used cell may be -1: no
-        entry.
-        """
+        """Return a bool mask [num_rows, num_columns]: the columns of `selected` that a row uses; some may be -1."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
@@ -289,9 +287,7 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if offsets or `lengths` (keys of each request) are invalid. Errors call `max_kv_len` by the name
-    `bound`.
-    """
+    """Raise ValueError if offsets or `lengths` (keys of each request) are invalid. Errors call `max_kv_len` by `bound`."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")

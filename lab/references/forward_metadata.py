@@ -308,9 +308,9 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return the page ids of the first ``length`` tokens (at most ``max_context_len``) of a request, in order. ``row`` is its
-    row of ``req_to_token``. With ``full_to_swa`` the pages are those of the sliding-window pool. Slot -1 is in page -1. With
-    ``v2p``, in the full pool, slot -1 and a virtual page without a physical page have page id 0.
+    """Return the page ids of the first ``length`` tokens (at most ``max_context_len``) of a request, in order. ``row`` is the
+    request's row of ``req_to_token``. With ``full_to_swa`` the pages are those of the sliding-window pool. Slot -1 is in page
+    -1. With ``v2p``, in the full pool, slot -1 and a virtual page without a physical page have page id 0.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

@@ -63,7 +63,9 @@ def eager_attention(
     the dtype's range. Scores, softmax and sums are float32. Wrong arguments raise TypeError or ValueError.
 
     Args:
-        query, keys, values, visible, softmax: as in `attention`.
+        query, keys, values: [batch, tokens, heads, head_dim], any float dtype, dequantised.
+        visible: bool [batch, q_len, kv_len], True for the keys that a row sees.
+        softmax: bmm1_scale and bmm2_scale, the factors of Q·K^T and of P·V, 1 if left out; and sinks, [num_qo_heads].
         arithmetic: dtype of the operands of Q·K^T and of P·V: float16, bfloat16, e4m3 or float32.
     """
     check_arithmetic(arithmetic)

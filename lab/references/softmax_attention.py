@@ -92,7 +92,7 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2) of `lab.references.attention`, both float64, without checks of the arguments."""
+    """Return (output, LSE in base 2) of attention, both float64, without checks of the arguments."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
 
@@ -154,9 +154,8 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads], with at most
-    one tile of K or V in float64 at a time. The function `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a
-    GPU computes the scores.
+    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads]. At most one
+    tile of K or V is in float64. `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -258,7 +257,7 @@ def stacked(histories: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def unchecked_eager_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, arithmetic: torch.dtype
 ) -> Tensor:
-    """Return the output of `lab.references.eager_attention` in float32, not rounded, without checks of the arguments."""
+    """Return the output of attention with operands rounded to `arithmetic`, in float32, without checks of the arguments."""
     weights, denominator = _weights(query, keys, visible, softmax, arithmetic)
     values = values.to(torch.float32).transpose(1, 2)
     sums = _of_each_group(_as_operand(weights, arithmetic), values)

@@ -72,17 +72,19 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Return a function that writes the metadata of passes over the same requests in one launch. A CUDA graph can capture the
-    launch.
+    """Return a function that writes the attention metadata of one or several forward passes over the same requests in one
+    Triton launch: lengths, their running sums, and page tables. A CUDA graph can capture the launch.
 
-    Column c of request i in a page table is live if c * page_size < ``cache_seqlens[i]``. A live column becomes
+    In a pass, request i has ``cache_seqlens[i]`` = ``seq_lens[i] + seq_len_offset`` tokens; ``cu_seqlens_k`` counts them also
+    if the number is below 0. In row i of a page table, each column c with c * page_size < ``cache_seqlens[i]`` becomes
     ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window pool, ``full_to_swa`` first maps
-    the slot to one of that pool. A slot of -1 is in page -1 of both pools. If ``v2p`` is given, it maps each page of the full
-    pool's table to its physical page, or to 0 if it has none. A request whose length is 0 or below has no live column, but
-    ``cu_seqlens_k`` counts its length. Other columns, and columns beyond a row of ``req_to_token``, are not written.
+    the slot to a slot of that pool. A slot of -1 is in page -1 of both pools. If ``v2p`` is given, it maps each page of the
+    full pool's table to its physical page, or to 0 if it has none. Other columns, and columns beyond a row of ``req_to_token``,
+    are not written.
 
-    Triton compiles one kernel per page size, dtypes, number of passes, set of tensors that are None, sharing of tables,
-    ``seq_len_offset`` and ``query_rows``, but not per number of requests or write locations, length, table width or address.
+    Triton compiles another kernel for another page size, dtype, number of passes, set of tensors that are None, sharing of
+    tables, ``seq_len_offset`` or ``query_rows``, but not for another number of requests or write locations, length, width or
+    address.
 
     Args:
         passes: the buffers to write, one `PassBuffers` per pass.

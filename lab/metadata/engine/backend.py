@@ -24,9 +24,7 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of one forward pass, such as lengths and page tables. Its properties are arguments of FlashInfer's
-    functions.
-    """
+    """The metadata of one forward pass, such as lengths and page tables. Its properties are arguments of FlashInfer's calls."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -43,8 +41,7 @@ class PassMetadata(Protocol):
     ) -> PassBuffers:
         """Return this metadata's tensors as outputs of the kernel that writes metadata (`prepare_passes`). The kernel adds
         `seq_len_offset` to each of the batch's ``seq_lens``. If `query_rows`, the number per request, is None, the kernel does
-        not write ``cu_seqlens_q``. `out_cache_loc` has the slots of the batch's new tokens; only a sliding-window pool needs
-        it.
+        not write ``cu_seqlens_q``. Only a sliding-window pool needs `out_cache_loc`, the slots of the batch's new tokens.
         """
         ...
 
@@ -57,7 +54,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a function that writes the metadata of `view`, a batch whose tensors are the graph's input buffers."""
+        """Return a function that writes the metadata of `view`, a batch whose tensors are a CUDA graph's input buffers."""
         ...
 
 
@@ -134,7 +131,7 @@ class Backend(Protocol[MetadataT]):
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[MetadataT]]:
-        """Allocate the metadata buffers of each mode for up to `max_batch_size` requests, the largest captured batch."""
+        """Allocate, for each mode, the metadata buffers of CUDA graphs of up to `max_batch_size` requests."""
         ...
 
     def prepare_attention(

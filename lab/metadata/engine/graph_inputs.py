@@ -98,7 +98,7 @@ class StaticInputs:
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch into the buffers, padded to the captured size `batch_size`, without reading the device on the host.
+        """Copy a batch into the buffers, padded to `batch_size` requests, without reading the device on the host.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0 for new tokens. Slot 0 is in the
         page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or if the batch does not

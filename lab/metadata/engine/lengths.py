@@ -111,9 +111,8 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (request, seen, is_padding), each ``[num_rows]``. For each query row they have: the index of its request (for a
-    padding row: of the last request); the number of tokens up to the row's own token, as MLA counts them; True for a padding
-    row.
+    """Return (request, seen, is_padding), each ``[num_rows]``: the index of each query row's request (of a padding row: the
+    last request); the number of tokens up to the row's own token, as MLA counts them; True for a padding row.
     """
     keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:
@@ -195,8 +194,8 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Return the slot of the first token of each page: ``[batch_size, block_table_width]`` int32, for the requests in `rows` of
-    the request table with `cache_seqlens` keys. Cells after a request's last page are 0.
+    """Return the slot of the first token of each page: ``[batch_size, block_table_width]`` int32; 0 after a request's last
+    page. `rows` are the requests' rows in the request table, `cache_seqlens` their numbers of keys.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)

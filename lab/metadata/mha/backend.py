@@ -69,8 +69,8 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the FlashInfer function that the MHA backend calls in a forward mode. If `draft_extend` is given, it is the result
-    in DRAFT_EXTEND and DRAFT_EXTEND_V2: SGLang's PR 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
+    """Return the FlashInfer function that the MHA backend calls in a forward mode. In DRAFT_EXTEND and DRAFT_EXTEND_V2 return
+    `draft_extend` if given: SGLang's PR 24566 moved DRAFT_EXTEND_V2 from the context to the decode call.
     """
     if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
@@ -240,8 +240,8 @@ class CallSettings:
 
     Attributes:
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of decode and context calls
-            (``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR``, ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``);
-            None skips nothing. `AttentionProblem.skip_softmax` describes this approximation.
+            (``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR``, ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``):
+            kernels may leave out keys whose weights are below a threshold. None: no key is left out.
     """
 
     #: an argument of decode calls, made by `lab.metadata.allocate_multi_ctas_kv_counters`. SGLang makes it for

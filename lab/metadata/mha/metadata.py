@@ -73,8 +73,7 @@ class TRTLLMMHAMetadata:
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
         """Allocate the metadata of a forward pass by `new`, a function such as torch.zeros. A given `page_table` or
-        `cu_seqlens_q` is used in place of a new tensor. Sliding-window tensors are allocated if the pool has sliding-window
-        pages.
+        `cu_seqlens_q` is used in place of a new tensor. Sliding-window tensors exist only if the pool has such pages.
         """
 
         def int32(*shape: int) -> Tensor:

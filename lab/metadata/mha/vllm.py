@@ -27,7 +27,7 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """The engine whose calls are modelled. vLLM calls trtllm-gen on SM100 and SM103, and XQA on SM90 and SM120 (line 1302)."""
+    """The modelled engine. vLLM calls trtllm-gen on SM100 and SM103, XQA on SM90 and SM120 (vLLM's flashinfer.py 1302)."""
 
     SGLANG = "SGLang"
     VLLM = "vLLM"
@@ -102,12 +102,9 @@ class VLLMBackend:
         return [call for call in calls if call.num_requests]
 
     def _decode_width(self, planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-        """Return the arguments for the numbers of query rows (vLLM's `_compute_decode_query_lens`): one number if all requests
-        have equally many rows, else offsets. With XQA, or if no request has more than one row, padding requests, which have 0
-        rows, do not count in this comparison.
-        """
         lens = query_lens(batch)[: planned.num_requests]
         widest, offsets = max(lens), metadata.cu_seqlens_q[: planned.num_requests + 1]
+        # As vLLM's `_compute_decode_query_lens`. Padding requests have 0 rows.
         padded = {rows for rows in lens if rows} if self.uses_xqa or widest == 1 else set(lens)
         if len(padded) == 1 and planned.num_rows == planned.num_requests * widest:
             return {"q_len_per_req": widest, "cum_seq_lens_q": None, "max_q_len": None}

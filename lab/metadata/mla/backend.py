@@ -199,8 +199,8 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
     """Copy the query rows of each request i, which begin at ``cu_seqlens_q[i]``, to the front of ``padded[i]``,
-    ``[max_seq_len_q, heads, head_dim]``. The remaining rows of ``padded[i]`` become zero. Return `padded`. The host does not
-    read the device.
+    ``[max_seq_len_q, heads, head_dim]``. Later rows of ``padded[i]`` become zero. Return `padded`. The host does not read the
+    device.
     """
     _check_block(padded, seq_lens_q.shape[0], query)
     if query.shape[0] == 0:

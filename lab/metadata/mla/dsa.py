@@ -136,8 +136,9 @@ class DSABackend(RebuildingBackend[DSAMetadata]):
         """Return a function that computes one layer's attention to selected tokens and writes `out`. Rows of `out` beyond the
         rows in `metadata` become 0.
 
-        `topk_indices` has the selected positions, as in `DSAMetadata.places`, and each call reads it again. In a decode it may
-        have as many rows as the query; rows beyond those in `metadata` are not read (`_trim_trtllm_decode_dp_padding`).
+        `topk_indices`, ``[rows, top_k]`` int32, has the positions that are selected in each row's request, -1 for none; each
+        call reads it again. In a decode it may have as many rows as the query; rows beyond those in `metadata` are not read
+        (`_trim_trtllm_decode_dp_padding`).
         """
         rows = len(metadata.seq_lens)
         most_rows = len(query) if batch.forward_mode.query_rows is QueryRows.ONE else rows

@@ -129,7 +129,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Return `build_mla_prefill_metadata`, with its two settings, of a prefill; else `build_mla_decode_metadata`."""
+    """Build the metadata of one pass by `build_mla_prefill_metadata` for a prefill, else by `build_mla_decode_metadata`."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph

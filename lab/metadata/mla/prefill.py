@@ -101,7 +101,7 @@ def prepare_mla_prefill(
 
 
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert query, key, value to e4m3 as SGLang's `_quantize_fp8_qkv`: keys and values are divided by the layer's scales."""
+    """Convert query, key, value to e4m3 (SGLang's `_quantize_fp8_qkv`): keys and values are divided by the layer's scales."""
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (
         saturated_e4m3(side.to(torch.float32) / scale) for side, scale in zip((query, key, value), scales, strict=True)

@@ -122,8 +122,7 @@ def model_body(
 
 class DraftExtendGraph:
     """The CUDA graphs of a draft model's draft extend (``DRAFT_EXTEND_V2``), one per batch size, as in SGLang's draft-extend
-    runner. `spec_info.num_tokens_per_req` is the number of query rows per request. With `disable_padding` a batch runs only if
-    its size was captured.
+    runner. A request has `spec_info.num_tokens_per_req` query rows. With `disable_padding` only captured batch sizes run.
     """
 
     def __init__(

@@ -248,8 +248,8 @@ def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iter
 class CapturedVerify(VerifyBackend):
     """A `VerifyBackend` for verify passes in CUDA graphs. `plan` writes the inputs and the metadata of a captured batch size.
 
-    `attention`, TRT-LLM MHA or MLA, allocates the metadata buffers. `mask` is a buffer for the decode call's packed mask (see
-    `PlannedVerify`) of ``max(batch_sizes)`` requests. If `mask` is None, rows are causal. MLA's kernel takes no mask.
+    `attention`, TRT-LLM MHA or MLA, allocates the metadata buffers. `mask` is a buffer for the decode call's packed mask,
+    uint16 ``[max(batch_sizes), d, 2 * ceil(d / 32)]``. If `mask` is None, rows are causal. MLA's kernel takes no mask.
     """
 
     def __init__(
@@ -326,7 +326,8 @@ class TreeMaskVerify(CapturedVerify):
     itself and its ancestors among the draft tokens.
 
     Attributes:
-        parents: ``[max_batch_size, d]`` int64, as in `pack_tree_mask`. The draft writes it; before that the trees are chains.
+        parents: ``[max_batch_size, d]`` int64, the index of each draft token's parent, -1 if it is the last accepted token. The
+            draft writes it; before that the trees are chains.
         mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which is written after the draft.
     """
 

@@ -25,7 +25,7 @@ class VerifyMaskForm(NamedEnum):
 @dataclass(frozen=True, eq=False)
 class VerifyMask:
     """A buffer for the bool mask of a verification of at most ``max_batch_size`` requests, each with ``num_draft_tokens`` draft
-    tokens and at most ``max_context_len`` other tokens.
+    tokens after at most ``max_context_len`` tokens.
     """
 
     #: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest lengths
