@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call of `inputs` with the optional arguments and results in `forms`, and without any other sinks and masks."""
+    """Return the call of `inputs` with the optional arguments and results in `forms`; sinks and masks only if in `forms`."""
     fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
     without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
     inputs = replace(inputs, **without)

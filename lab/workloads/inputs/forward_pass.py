@@ -113,7 +113,7 @@ class EnginePass:
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Convert a result of `stored` to K and V, or latent entries, before the layer's scales are applied."""
+        """Convert tensors of the cache to K and V, or latent entries, without the layer's scales. NVFP4 is dequantised."""
         return stored
 
 

@@ -52,7 +52,7 @@ def seen_keys(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def lengths_of_heads(seen: Sequence[Tensor]) -> Tensor:
-    """Return the number of keys that each K/V head sees, int32 [num_kv_heads, batch_size], from the masks of `seen_keys`."""
+    """Return how many keys each K/V head sees, int32 [num_kv_heads, batch_size]. `seen`: masks [kv_len, num_kv_heads]."""
     return torch.stack([of_request.sum(dim=0, dtype=torch.int32) for of_request in seen], dim=1)
 
 
