@@ -22,7 +22,7 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """The numbers of query rows and of keys of each request. `str` returns the shortest text, such as "8q1s1k", of the batch."""
+    """The numbers of query rows and of keys of each request. `str` returns the batch as the shortest text, such as "8q1s1k"."""
 
     q_lens: tuple[int, ...]  #: query rows of each request, at least one: the tokens that are new in this pass
     kv_lens: tuple[int, ...]  #: tokens of each request, the new ones included

@@ -251,9 +251,10 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a point covers. Usually it covers all that it contains. A
-        point with a value of `vacuous` (a call with such a value computes nothing) or of a group in `apart` (kernels have
-        separate code for it; None: the model's groups) covers only combinations that contain a value of each such group.
+        """Yield the values, pairs and declared triples of values that a call with a point's values tests. Usually these are all
+        that the point contains. If the point has a value of `vacuous` (the call computes nothing) or of a group in `apart`
+        (kernels have separate code, as for an NVFP4 cache; None: the model's groups), yield only combinations that contain a
+        value of each such group.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}

@@ -70,7 +70,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, has_counter
 
 
 def scratch_of(workspace: Tensor, has_counters: bool) -> Tensor:
-    """Return the bytes after a workspace's counters. If it has no counters, and the kernel used its first bytes, return all."""
+    """Return the bytes after a workspace's counters; all bytes if it has no counters and the kernel used the first bytes."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not has_counters and semaphores.any() else scratch
 
