@@ -55,7 +55,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_own_tensors(run: CaseRun, build: Callable[[ForwardBatch, KVPool], Any], forward: EnginePass) -> None:
-    """Expect that metadata shares no memory with its batch, whose lengths are int32 and so need no conversion."""
+    """Expect that metadata shares no memory with its batch, even if the batch's lengths have the metadata's dtype (int32)."""
     names = ("seq_lens", "req_pool_indices")
     of_batch = {name: getattr(forward.batch, name).to(torch.int32, copy=True) for name in names}
     batch = replace(forward.batch, **of_batch)
