@@ -153,7 +153,7 @@ def _has_two_pools(params: KernelParams) -> bool:
 
 
 def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
-    """Return the requests of a launch. Block-sparse attention has lengths per K/V head; otherwise `kv_head` is 0."""
+    """Return the requests of a launch. `kv_head`: the K/V head whose lengths are read in block-sparse attention, else 0."""
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
     if params.ptr_cum_seq_lens_q:
@@ -254,7 +254,7 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. Its descriptor: (head_dim, heads of a group, groups, rows)."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. Dims of its TMA descriptor: (head_dim, heads, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
@@ -351,7 +351,7 @@ class _Attention:
     def _stored(
         self, side: str, descriptor: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return pages as stored, NVFP4 as two elements per byte: [len(ids), num_kv_heads, page_size, elements of a token]."""
+        """Return the pages `ids` as stored (NVFP4: two elements per byte), [len(ids), num_kv_heads, page_size, elements]."""
         # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
         tensor_map = self.maps[descriptor]
         row_elements, rows, heads, pages = tensor_map.dims

@@ -101,7 +101,7 @@ def is_built() -> bool:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the C++ headers, text by file name, that the lab writes to compile the launcher with a kernel table."""
+    """Return the C++ headers, text by file name, that the lab writes to compile FlashInfer's launcher with a kernel table."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -114,7 +114,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the C++ names of the columns of the kernel table that the installed launcher reads."""
+    """Return the C++ names of the columns of the kernel table that the installed FlashInfer's launcher reads."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -132,7 +132,7 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def _library_path(headers: dict[str, str]) -> Path:
-    """Return the library's path in the user's cache. The folder's name is a digest of all sources, flags and versions."""
+    """Return the compiled launcher's path in the user's cache. The folder's name is a digest of sources, flags and versions."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(headers.items())),
         *((HERE / name).read_text() for name in SOURCES),

@@ -170,7 +170,7 @@ def _newest() -> tuple[KernelTable, dict[str, int]]:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of `flashInferMetaInfo.h` for a launcher that reads the columns `members`; a missing column is false."""
+    """Return the text of `flashInferMetaInfo.h` for a launcher that reads the columns `members`; missing columns are false."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]

@@ -130,8 +130,8 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return replacements for FlashInfer's functions that query the GPU or compile a module, by the original function."""
-    utils, decode, prefill, mla, xqa = _entries()
+    """Return {original: replacement} for FlashInfer's functions that query the GPU or compile a module."""
+    utils, decode, prefill, mla, xqa = _flashinfer_modules()
     gpu = made.gpu
     answers: dict[Function, Function] = {
         utils.get_compute_capability: lambda device: gpu.capability,
@@ -160,8 +160,7 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
     return answers
 
 
-def _entries() -> list[Any]:
-    """Return FlashInfer's modules with the names in `ENTRIES`."""
+def _flashinfer_modules() -> list[Any]:
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]  # since 0.6.8 `mla` has its functions in `_core`
 
@@ -194,7 +193,7 @@ class _NotedModule:
 
 
 def _forget_cached() -> None:
-    for module in _entries():
+    for module in _flashinfer_modules():
         for name, value in vars(module).items():
             if name.startswith(("is_sm", "get_trtllm_gen")) and hasattr(value, "cache_clear"):
                 value.cache_clear()

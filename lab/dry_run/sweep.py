@@ -93,7 +93,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield a `Verdict` for each fixed call and `drawn` random calls of each function: for all, or every `every`-th."""
+    """Yield a `Verdict` for every `every`-th of the calls of each function: fixed calls, then `drawn` random calls."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -146,7 +146,7 @@ def _refusals(kernel: Kernel, capability: Capability, problem: Problem) -> Itera
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if FlashInfer 0.7.2's launcher would select a kernel that the table of 0.6.13 does not have."""
+    """Return True if FlashInfer 0.7.2's launcher would select a kernel that 0.6.13's kernel table does not have."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:

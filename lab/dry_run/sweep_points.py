@@ -57,7 +57,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct calls, as a value per axis: single values with defaults, all values of `Model.triples`, random values."""
+    """Yield distinct calls, one value per axis: each value with defaults elsewhere, full grids of `Model.triples`, random."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

@@ -107,7 +107,7 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, kv_lens: list[int]) -> torch.Tensor:
-    """Convert a packed draft mask to FlashInfer's custom mask, flat bool [sum of q_len * kv_len]. Earlier keys are True."""
+    """Convert a packed draft mask to FlashInfer's mask, flat bool [sum of q_len * kv_len]: keys before the draft are True."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

@@ -141,7 +141,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Load a tile into `slot` when it is empty. `barriers`: (full, empty). `parity` alternates with each use of the slot."""
+    """Wait until `slot` is empty, and load a tile of K or V. `barriers`: (full, empty). `parity` alternates with each use."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(

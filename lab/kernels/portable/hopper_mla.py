@@ -228,7 +228,7 @@ def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Send a tile's softmax weights and the factors of earlier sums when the receiver has read the previous message."""
+    """Send a tile's softmax weights and factors for the earlier sums, when consumer 1 has read the previous message."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)

@@ -144,7 +144,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the work of program `share`: (first place, end, places per program, request of the first place, first place of
-    this request). A place is a key tile of the batch, or one of the empty places before each request and K/V head.
+    this request). A place is a key tile of the batch, or stands for time to begin a request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places

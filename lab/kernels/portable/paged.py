@@ -129,7 +129,7 @@ def num_lengths(problem: PagedAttention) -> int:
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if the last program of a request and K/V head should merge its partial results, not a second launch."""
+    """Return True if the last program of a request and K/V head should merge the partial results, not a second launch."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.group
@@ -138,8 +138,7 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request that the first of two launches serves; None if one launch should serve all
-    requests.
+    """Return the largest number of query tokens per request for the first of two launches; None if one launch is enough.
 
     Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
     guesses: as many requests as possible have `max_q_len` rows, and all other requests have equal numbers. A wrong guess costs
@@ -158,8 +157,8 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Reduce the number of programs in `shares`, those of the first of two launches, to at least half, so that both launches
-    run together: a multiprocessor with a program of each launch reads keys for one program while it multiplies for the other.
+    """Return the `shares` of the first of two launches with fewer programs, at least half as many, so that both launches run
+    together: a multiprocessor with a program of each launch reads keys for one program while it multiplies for the other.
 
     Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, or if the second
     launch is the Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.

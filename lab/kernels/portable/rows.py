@@ -50,7 +50,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return each request's number of query tokens: 0 from `batch_size` on and for requests that are not of this `kind`."""
+    """Return each request's number of query tokens; 0 if it does not exist, or has too few or too many for this launch."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:

@@ -96,7 +96,7 @@ def dot(a, b, sums):
 
 @triton.jit
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
-    """Return (weights of a tile of keys, factor of earlier sums, new `largest`) of an online softmax.
+    """Return (weights of a tile of keys, factor for the earlier sums, new `largest`) of an online softmax.
 
     The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
     value below 2 ** -24, and small weights of very many keys may add up.

@@ -53,7 +53,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if TMA can and should load tiles of `keys` keys. e4m3 tiles are converted after a load without TMA."""
+    """Return True if TMA can and should load tiles of `keys` keys: not e4m3 tiles, which are converted to float16."""
     return is_described(cache) and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 

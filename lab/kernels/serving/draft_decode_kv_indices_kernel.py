@@ -131,7 +131,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix its K/V list contains: `lengths`, or with a window at most window_size + sink_size."""
+    """Return how many of a prefix's tokens are in a K/V list: `lengths`, or with a window at most window_size + sink_size."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -164,7 +164,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return where a list begins in `kv_indices[step]`. `before`: the prefix tokens in all lists of earlier requests."""
+    """Return where a list begins in `kv_indices[step]`. `before`: number of prefix tokens in all lists of earlier requests."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 

@@ -46,7 +46,7 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
     """Return an error sentence about the first tensor whose address, or with `strides` one of its strides except the last, is
-    not a multiple of the bytes that a kernel loads at a time; else None. A side: (name, tensor or None, optional bytes: 16).
+    not a multiple of the bytes that a kernel loads at a time; else None. A side: (name, tensor or None, bytes, by default 16).
     """
     for name, tensor, *given in sides:
         if tensor is None:
