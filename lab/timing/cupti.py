@@ -42,7 +42,7 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run the steps in order, each on an idle device, and return the activities of each timed run, sorted by start. Raises
+    """Return the kernels, copies and fills of each step's timed run, sorted by start. Each step runs on an idle GPU. Raises
     RuntimeError without cupti-python 13, under another profiler, or for a run without activity, and RefusedTimeError if the GPU
     executed something that none of the steps launched.
     """

@@ -24,7 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU's state while work ran on it; empty without NVML. `throttled_by` None: reasons are not known."""
+    """Readings of a GPU during a measurement; empty without NVML. `throttled_by`: why clocks were reduced; None: not known."""
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield a `DeviceState`. At the end of the `with` block, add to it the limits that have reduced the GPU's clocks."""
+    """Yield a `DeviceState`. At the end of the `with` block, add the power or thermal limits that reduced the GPU's clocks."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state

@@ -89,9 +89,9 @@ def time_interleaved(
     """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples. All
     implementations read the same tensors.
 
-    Return for each implementation (GPU time, facts of the call for its row in the recording), or the error that prevented the
-    time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation. The fact
-    `plan_us` is the host time of planning (`lab.kernels.PlannedOnce`), which is not part of the GPU time.
+    Return for each implementation (GPU time, other fields of its recorded row), or the error that prevented the time:
+    DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation. The field `plan_us`
+    is the host time of planning (`lab.kernels.PlannedOnce`), which is not part of the GPU time.
     """
     try:
         passes = TimedPasses.of(case, torch.device("cuda"))

@@ -116,7 +116,7 @@ def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
     """Measure GPU times of calls by name. Each round samples every call once, in random order. `seed`: the `contents_seed` of
-    an earlier time, to draw its tensor contents again. Raises WrongWorkError for wrong results or a time that cannot be right,
+    an earlier `GpuTime`, to draw its contents again. Raises WrongWorkError for wrong results or a time that cannot be right,
     ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured or recorded.
     """
     staged = {}

@@ -34,7 +34,7 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the host time of each call, in interleaved batches. A batch's launches must fit into the driver's queue."""
+    """Measure the host time of each call, in interleaved batches. A batch longer than the driver's queue waits for the GPU."""
     if batches < 1 or calls_per_batch < 1:
         raise ValueError(f"batches={batches} and calls_per_batch={calls_per_batch} must be at least 1")
     for call in calls.values():

@@ -127,7 +127,7 @@ def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
 
 
 class TooSmallError(ValueError):
-    """The call moves too few bytes: to find L2 cold, consecutive calls would have to use too many copies of its tensors."""
+    """A call moves so few bytes that a measurement with cold L2 would need too many copies of the call's tensors."""
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
@@ -180,7 +180,7 @@ def _long_enough(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls. With rotation each call has a buffer of
     its own, as far as memory allows, so that no call can reuse the result of an earlier one. New buffers and calls are appended
-    to both lists.
+    to `buffers` and `calls`.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY

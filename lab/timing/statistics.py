@@ -131,8 +131,8 @@ def compare_samples(
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times, by `compare_samples` if both have samples. If both have only quartiles, the interval of the
-    effect lies between the ratios of a quartile of `after` to the opposite quartile of `before`. For normal samples, this
-    interval is as wide as the 99 % interval of 11 samples a side. If a time has only a median, the verdict is UNSURE.
+    effect is from `after`'s lower over `before`'s upper quartile to `after`'s upper over `before`'s lower quartile. For normal
+    samples, it is as wide as the 99 % interval of 11 samples a side. If a time has only a median, the verdict is UNSURE.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)

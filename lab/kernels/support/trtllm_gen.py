@@ -238,7 +238,7 @@ def _selected(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return an error sentence if an MLA call would make the launcher divide by 0, which ends the process."""
+    """Return an error sentence if an MLA call would make FlashInfer's launcher divide by 0, which ends the process."""
     is_dense = problem.selected is None  # only then `useSwapsMmaAbMlaGenKernel` is called, which divides
     if is_dense and problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:
         return (
