@@ -17,7 +17,7 @@ on SM90, SM120 and SM121, have no such launcher: for these GPUs a dry run shows 
 
 The launcher selects kernels from the table of flashinfer-cubin 0.6.13, unless a newer flashinfer-cubin is installed
 (`lab.dry_run.kernel_table`). The table fits FlashInfer 0.6.13's launcher exactly. To run that launcher, install it next to the
-other FlashInfer with `pip install --no-deps --target FOLDER flashinfer-python==0.6.13`, put FOLDER first in `PYTHONPATH`, and
+newer FlashInfer with `pip install --no-deps --target FOLDER flashinfer-python==0.6.13`, put FOLDER first in `PYTHONPATH`, and
 call FlashInfer's own functions. `tests/dry_run/test_exact_table.py` does so if `LAB_FLASHINFER_0613` names FOLDER: a decode, a
 context, an MLA and a ragged call launch the same kernels with the same grids under both versions.
 """

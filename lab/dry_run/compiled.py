@@ -63,7 +63,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes, dtypes and GPU that FlashInfer fixes when it compiles a module of XQA, XQA MLA or fmha_v2."""
+    """The sizes, dtypes and GPU for which FlashInfer compiles a module of XQA, XQA MLA or fmha_v2."""
 
     kernel: Kernel  #: `XQA`, `XQA_MLA` or `FMHA_V2`
     capability: Capability  #: (major, minor) of the target

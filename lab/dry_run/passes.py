@@ -90,7 +90,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the passes that `lab dry-run` shows: `lab bench`'s default scenarios, then all forward modes."""
+    """Yield (name, case) of the passes that `lab dry-run` shows: `lab bench`'s default scenarios, the judge's forward modes."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:

@@ -1,5 +1,5 @@
 """Define the arguments of DeepSeek-V4's call that the sweep (`lab.dry_run.sweep`) varies, make the calls, and find pools that a
-launch misreads. Axes and points are explained in `lab.dry_run.sweep_calls`.
+launch misreads. An axis is an argument, and a point has one value for each axis.
 
 The address of `sparse_indices` is not varied. The lab refuses an address that is not a multiple of 16 bytes, and the launcher
 accepts any address.

@@ -1,5 +1,5 @@
-"""Define the arguments of the ragged context call that the sweep (`lab.dry_run.sweep`) varies, and make the calls. Axes and
-points are explained in `lab.dry_run.sweep_calls`.
+"""Define the arguments of the ragged context call that the sweep (`lab.dry_run.sweep`) varies, and make the calls. An axis is
+an argument, and a point has one value for each axis.
 """
 
 from collections.abc import Sequence

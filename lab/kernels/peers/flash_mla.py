@@ -4,7 +4,7 @@ The kernel is the bf16 kernel of `flash_mla_sparse_fwd`, which DeepSeek wrote fo
 row, so that few rows leave most of a GPU idle. FlashMLA's own sparse decode kernel reads packed entries of 656 bytes, which the
 lab does not model. The package is the fork that SGLang 0.5.23 uses, in which the kernels for SM90 have the name "legacy".
 
-A small launch before each call writes how many columns of the table of selected entries each row uses. The kernel reads 128
+A small launch before each call writes how many of its selected entries each row uses. The kernel reads 128
 columns at a time: a table whose width is no multiple of 128 is copied. The kernel has no `out`: its result is copied, and the
 time of a call includes the copy. The kernel's LSE is a natural logarithm without the sink, and +inf for a row without entries.
 """

@@ -1,7 +1,8 @@
 """Code that both Gluon kernels use: the division of work into pieces, copies of tiles, loads of queries, and masks.
 
-`lab.kernels.portable.hopper_attention` explains piece and partition, and `lab.kernels.portable.key_shares` place. All
-partitions of a program go through the same pieces and tiles in the order that this module defines.
+A piece is some key tiles of one request and one K/V head, with the block of query rows that sees them. A partition is a group
+of a program's warps with a task of its own. All partitions of a program go through the same pieces and tiles in the order that
+this module defines. `lab.kernels.portable.key_shares` explains place.
 """
 
 from typing import Any, NamedTuple

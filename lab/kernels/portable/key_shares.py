@@ -21,10 +21,10 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
     place  .  .  T  T  T  T  T  .  .  T  T  T  T  T  .  .  T  T
     share  0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2  2  2
 
-Lengths are known only on the device, so each program finds its share there, which takes about as long as a small batch (of at
-most BLOCK_REQUESTS requests). If the units of such a batch are about equally long, and there is at least one program per unit,
-each unit is cut into the same number of equal parts, as if it had the places of the longest unit: the unit of a share then
-follows from the program's number.
+Lengths are known only on the device, so each program finds its share there. That takes about as long as the attention of a
+small batch (of at most BLOCK_REQUESTS requests). If the units of such a batch are about equally long, and there is at least one
+program per unit, each unit is cut into the same number of equal parts, as if it had the places of the longest unit: the unit of
+a share then follows from the program's number.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Partial results: the attention of a unit (one request and one K/V head) over the keys that one program reads.
 
-Partial results exist if several programs divide the keys of a unit; `lab.kernels.portable.merge` merges them. The glossary of
-`lab.kernels.portable.key_shares` explains share, place and slot.
+Partial results exist if several programs divide the keys of a unit; `lab.kernels.portable.merge` merges them. A slot is scratch
+memory for one partial result, and a share is a program's part of the keys (`lab.kernels.portable.key_shares`).
 """
 
 from typing import NamedTuple
