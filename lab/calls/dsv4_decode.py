@@ -85,7 +85,7 @@ class DSV4DecodeCall:
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the
             query. FlashInfer writes bf16 alone (1219).
         kv_layout: "HND" or "NHD", of both pools.
-        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths.
+        cum_seq_lens_q: int32 [batch_size + 1] offsets of the query rows, for requests with different numbers of rows.
         max_q_len: int, upper bound of the rows of a request, required with `cum_seq_lens_q`. Without `cum_seq_lens_q`
             it must be None or q_len_per_request.
         sparse_indices_are_storage_offsets: None or False: `sparse_indices` are indices as above. If the tokens of a pool

@@ -37,7 +37,8 @@ class MLADecodeCall:
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with
-            `cum_seq_lens_q` [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]. Dtypes are as in `DecodeCall`.
+            `cum_seq_lens_q` [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]. fp16, bf16 or e4m3
+            (references also take float32 and float64).
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or the same with a second dimension of 1 for
             the only head. The query's dtype, or e4m3.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
@@ -51,9 +52,9 @@ class MLADecodeCall:
         out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. None makes a
             bfloat16 tensor for any dtype of the query, as FlashInfer does.
         sinks: float32 [num_qo_heads] (the form that trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
-            annotates it). The meaning is as in `DecodeCall`.
-        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
-            offset are padding, as in `ContextCall`.
+            annotates it): exp(sink) of each head is added to the softmax's denominator.
+        cum_seq_lens_q: int32 [batch_size + 1] offsets of the query rows, for requests with different numbers of rows. Query
+            rows after the last offset are padding.
         max_q_len: int, upper bound of the rows of a request, with `cum_seq_lens_q`. None: the host reads the offsets,
             which synchronises.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
@@ -69,8 +70,8 @@ class MLADecodeCall:
             any values. FlashInfer requires it if there is no rotary part, and refuses it otherwise. Each row then needs
             at least one entry, and no -1 before its last entry.
         skip_softmax_threshold_scale_factor: must be None with `sparse_mla_top_k`.
-        enable_dcp: True makes the call one rank's part of context parallelism, as in `DecodeCall`. It requires `return_lse` and
-            excludes sinks.
+        enable_dcp: True makes the call one rank's part of context parallelism: the cache has only the rank's keys
+            (`lab.calls.context_parallel`). True requires `return_lse` and excludes sinks.
         causal_seqlens_kv_global: int32 [batch_size], the number of keys, on all ranks, that the newest row of each request
             sees; None without `enable_dcp`.
         is_var_seq: False promises FlashInfer that all requests have equally many keys. The lab does not rely on it.

@@ -20,10 +20,10 @@ class DecodeCall:
     If a request has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is
     log2(e) * sink, or -inf without a sink.
 
-    A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees
-    only the keys of its pages. If these are L keys, row i of q rows is at position L - q + i among them, and sees the keys
-    up to this position (FlashInfer 0.7.2, trace/templates/attention.py 3760). The position is that of the row's own token if
-    the head selects the pages of all q rows. FlashInfer does not document block-sparse calls with rows that see no key, with
+    A block-sparse call (`enable_block_sparse_attention`) selects pages of each request for each K/V head. A head sees only the
+    keys of its pages. If its pages have L keys, row i of q rows is at position L - q + i among them, and sees the keys up to
+    this position (FlashInfer 0.7.2, trace/templates/attention.py 3760). The position is that of the row's own token if the head
+    selects the pages of all q rows. FlashInfer does not document block-sparse calls with rows that see no key, with
     `cum_seq_lens_q`, with sinks or with an LSE. In the lab all of these mean the same as in other calls. SGLang 0.5.23 sends
     one row per request and at least one key, because FlashInfer does not write the output of a row without keys
     (kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
@@ -57,8 +57,8 @@ class DecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
-        out, out_dtype: the output tensor, or the dtype of a new one; without both a new one has the query's dtype. Values
-            beyond ±448 become ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
+        out, out_dtype: the output tensor; if it is None, the dtype of a new output tensor, and None is the query's dtype.
+            Values beyond ±448 become ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.

@@ -67,23 +67,24 @@ class RaggedContextCall:
 
     The last dimension of `query`, `key` and `value` is contiguous. Their other strides and those of `lse` are free as long as
     no elements overlap. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
-    element. `DecodeCall` documents the result of a row that sees no key and the attributes that are not listed here.
+    element. The output of a row that sees no key is zero; its LSE is log2(e) * sink, or -inf without a sink. `DecodeCall`
+    documents the attributes that are not listed here.
 
     Attributes:
-        query: [num_rows, num_qo_heads, head_dim], with the dtypes of `DecodeCall`. Rows after the last offset are padding, as
-            in `ContextCall`. Rows of a request without keys may contain any values.
+        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (references also take float32 and float64). Rows after
+            the last offset are padding. Padding and rows of a request without keys may contain any values.
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head h // (num_qo_heads /
             num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may contain any values.
         value: [num_tokens, num_kv_heads, v_head_dim], the query's dtype. Tokens after the last offset may contain any values.
         max_q_len, max_kv_len: ints, upper bounds of the rows and keys of one request; 0 for an empty batch.
         seq_lens: int32 or uint32 [batch_size], number of keys of each request in this call.
         o_sf_scale: a number. It scales 4-bit outputs, which this call does not have, so it changes no result.
-        window_left: as in `DecodeCall`. A window requires `is_causal`.
+        window_left: number of keys before its own position that a row sees; -1 for all. A window requires `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
         is_causal: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this
             position. False: every row sees every key of its request.
         return_lse: whether the call returns (out, lse).
-        attention_sinks: as `sinks` of `DecodeCall`, or None.
+        attention_sinks: float32 [num_qo_heads] or None: exp(sink) of each head is added to the softmax's denominator.
         out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim], in any dtype of a query except e4m3,
             which FlashInfer's ragged kernels do not write. None makes a tensor in the query's dtype, bfloat16 for e4m3.
         lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the

@@ -79,9 +79,9 @@ class ForwardBatch:
             row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode: without the
             draft tokens in a draft step and in verification, with the new tokens everywhere else.
-        out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
-            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``. A frozen-KV
-            draft, which writes no K/V, has no slots.
+        out_cache_loc: at most ``[num_tokens]`` int64, the slots (page * page_size + offset) to which K and V of the query rows
+            are written, in row order and without padding. The extend modes have one slot per token of
+            ``extend_seq_lens_cpu``. A frozen-KV draft, which writes no K/V, has no slots.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request in the
