@@ -23,10 +23,12 @@ def invariance_report(found: Invariance) -> TableReport:
     title = (
         f"{report.implementation} on {report.environment.get('gpu') or report.device}: what do output bits depend on?"
     )
-    below = [line for names, row in rows.items() for line in _examples(" ".join(names), row)]
-    below += [*dict.fromkeys(_reasons(found.dependences))][:SHOWN_DECLINES]
+    findings = [each for names, row in rows.items() for each in _examples(" ".join(names), row)]
+    refused = grouped(dict.fromkeys(_reasons(found.dependences)))
+    findings += [(f"{joined([*factors])} {reason}", "") for reason, factors in refused.items()][:SHOWN_DECLINES]
     table = table_of_lines(("function", "factor", *dtypes), lines)
-    return TableReport((), table, (*below, *_summary(found)), found.as_record(), found.exit_status, title)
+    below = (*_summary(found),)
+    return TableReport((), table, below, found.as_record(), found.exit_status, title, (*findings,))
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
@@ -39,7 +41,7 @@ def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:
     return words(None)
 
 
-def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
+def _examples(names: str, row: Sequence[Dependence]) -> Iterator[tuple[str, str]]:
     for answer in (Answer.WRONG, Answer.WITHIN):
         cases = [smallest for each in row if (smallest := each.smallest(answer))]
         for verdict in sorted(cases, key=lambda verdict: sum(verdict.case.kv_lens))[:1]:
@@ -47,17 +49,18 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[str]:
             why = verdict.reason
             if answer is Answer.WITHIN and most is not None:
                 why = f"output bits differ by up to {most.ulps:.3g} ulp with {most.what}"
-            yield f"{names}, {answer.value}: {shortened(why, SHOWN_CHARACTERS)}"
             lens = (joined([*map(str, each)]) for each in (verdict.case.kv_lens, verdict.case.q_lens))
-            yield f"    reproduce with requests of {' keys and '.join(lens)} rows: {reproduction(verdict)}"
+            again = f"    reproduce with requests of {' keys and '.join(lens)} rows: {reproduction(verdict)}"
+            yield f"{names}, {answer.value}: {shortened(why, SHOWN_CHARACTERS)}", again
 
 
-def _reasons(found: Sequence[Dependence]) -> Iterator[str]:
+def _reasons(found: Sequence[Dependence]) -> Iterator[tuple[str, str]]:
+    """Yield, for each declined case, the answer with the reason, and the factor of the case."""
     for each in found:
         for verdict in each.verdicts:
             answer = Answer.of(verdict)
             if answer in {Answer.NOT_TRIED, each.answer} - {*STYLES} and verdict.judged.declines:
-                yield f"{each.check} {answer.value}: {shortened(verdict.judged.declines[0], SHOWN_CHARACTERS)}"
+                yield f"{answer.value}: {shortened(verdict.judged.declines[0], SHOWN_CHARACTERS)}", each.check
 
 
 def _summary(found: Invariance) -> Iterator[str]:

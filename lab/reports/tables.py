@@ -252,6 +252,8 @@ class TableReport:
     record: Mapping[str, Any]  #: the content as JSON data
     exit_status: ExitStatus = ExitStatus.DONE
     title: str = ""  #: the first line; in Markdown, a heading
+    #: lines between the table and `below`, each with how to reproduce it or ""; in Markdown a table
+    findings: tuple[tuple[str, str], ...] = ()
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
         """Write the report as JSON and as Markdown to these files; "-" is standard output. Also print it to the terminal,
@@ -267,6 +269,7 @@ class TableReport:
             print_lines(console, (*filter(None, (self.title,)), *self.above))
             if self.table.rows:
                 console.print(FittedTable(self.table))
+            print_lines(console, (line for pair in self.findings for line in filter(None, pair)))
             print_lines(console, self.below)
 
     def json(self) -> str:
@@ -277,8 +280,15 @@ class TableReport:
     def markdown(self) -> str:
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
-        table = markdown_of(self.table) if self.table.rows else ""
-        return "\n\n".join(filter(None, (title, in_markdown(summary), table, items(remarks), items(self.above)))) + "\n"
+        findings = table_of_lines(("what was found", "how to reproduce it"), [*map(_stripped, self.findings)])
+        tables = [markdown_of(table) for table in (self.table, findings) if table.rows]
+        return (
+            "\n\n".join(filter(None, (title, in_markdown(summary), *tables, items(remarks), items(self.above)))) + "\n"
+        )
+
+
+def _stripped(texts: Iterable[str]) -> list[str]:
+    return [text.strip() for text in texts]
 
 
 def items(lines: Iterable[str]) -> str:

@@ -35,8 +35,8 @@ RULES = (
     "If a change claims to save a number of microseconds, this number is added to the time with the change before the times "
     "are compared.",
     "If a profile and the host's clock timed a point, a statement holds at this point only if both clocks confirm the "
-    "statement. At these points, the column *saved, µs* has the saving in the profile.",
-    "`a → b` is the median time without a change and the median time with the change.",
+    "statement. At a point that both clocks timed, the column *saved, µs* has the saving in the profile.",
+    "The sign *a → b* stands for the median time without a change and the median time with the change.",
     "Statements with the note *(not claimed)* do not count in the verdict on a change.",
     "The column *day* has the day on which the file was committed, because recordings have no date.",
 )
@@ -102,7 +102,7 @@ def _section(entry: Entry, folder: Path) -> list[str]:
     blocks = [
         f"## {change.number}: {_lower(change.title)}",
         f"**Claim.** {change.claim} ({change.source}.)",
-        f"**Question.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
+        f"**Question.** {change.question} To measure the change on your GPU, run `{command_of(change.module)} --out {change.module}.json`.",
     ]
     if entry.failure:
         left = "" if entry.answer is None else " The numbers below were recorded before the failure."
