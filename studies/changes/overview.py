@@ -102,7 +102,8 @@ def _section(entry: Entry, folder: Path) -> list[str]:
     blocks = [
         f"## {change.number}: {_lower(change.title)}",
         f"**Claim.** {change.claim} ({change.source}.)",
-        f"**Question.** {change.question} To measure the change on your GPU, run `{command_of(change.module)} --out {change.module}.json`.",
+        f"**Question.** {change.question} "
+        f"To measure the change on your GPU, run `{command_of(change.module)} --out {change.module}.json`.",
     ]
     if entry.failure:
         left = "" if entry.answer is None else " The numbers below were recorded before the failure."
