@@ -1,7 +1,7 @@
-"""FlashInfer's attention calls as dataclasses, which check their arguments and convert them to an attention problem: the same
-field names for all functions.
+"""FlashInfer's attention calls as dataclasses. A call checks its arguments and converts them to an attention problem, which has
+the same field names for all calls.
 
-References and kernels share this package, which imports only torch. The contents of tensors are checked on a CPU. On a GPU only
+References and kernels share this package, which imports only torch. On a CPU the contents of tensors are checked. On a GPU only
 `check_values` and `refuse_nan` check them, which wait for the GPU.
 """
 

@@ -155,8 +155,7 @@ class Backend(Protocol[MetadataT]):
             query: ``[num_tokens, num_qo_heads, head_dim]``.
             cache: the layer's cache in the backend's own class. It must contain K and V of the query rows before the function
                 is called.
-            max_context_len: largest number of tokens that a request can have. A backend ignores it if its metadata has such a
-                bound.
+            max_context_len: largest number of tokens that a request can have. Ignored if `metadata` has such a bound.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...

@@ -191,8 +191,8 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return how many requests at the start of the batch the context call computes. The other requests have one new token each,
-    and the decode call computes them.
+    """Return the number of requests that the context call computes, which are the first requests of the batch. The decode call
+    computes the other requests, which have one new token each.
 
     SGLang 0.5.23 gives the decode call all requests at the end of the batch that have one new token. The scheduler puts the
     decoding requests of a MIXED batch there, but an EXTEND batch is split too, and the result may be 0. Raises ValueError for

@@ -280,8 +280,8 @@ def prepare_mla_dcp_attention(
     query_dtype: torch.dtype | None = None,
     cute_dsl: bool = False,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention on all ranks of decode context parallelism: one call per rank, with this rank's metadata,
-    and a merge of the ranks' outputs by their LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
+    """Return a function that computes one layer's attention with decode context parallelism: one call per rank, with the rank's
+    element of `metadata`, and a merge of the ranks' outputs by their LSEs. `out` is ``[num_tokens, heads, kv_lora_rank]``.
 
     SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn. `cute_dsl`
     says that the kernel is CuTe DSL's. This kernel also reads the number of keys that each request has on all ranks, so that it

@@ -113,10 +113,11 @@ class DSV4Metadata:
 
     def sparse_indices(self, compress_ratio: int, topk_indices: Tensor | None = None) -> Tensor:
         """Return the call's ``sparse_indices``: for each query row the cache indices of its last 128 tokens (`window`), then
-        those of compressed entries, padded with -1 to a multiple of 64 columns.
+        the cache indices of compressed entries, padded with -1 to a multiple of 64 columns.
 
-        `topk_indices`, ``[num_rows, top_k]`` int32, has the compressed entries that the model's indexer selected, by their
-        number in the row's request, then -1. It is None for the compress ratios 0 and 128, which have no indexer.
+        `topk_indices`, ``[num_rows, top_k]`` int32, has the compressed entries that the model's indexer selected, as indices
+        among the compressed entries of the row's request, then -1. It is None for compress ratios 0 and 128, which have no
+        indexer.
         """
         if compress_ratio == TOKENS_ALONE:
             return self.window

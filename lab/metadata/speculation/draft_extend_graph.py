@@ -1,5 +1,5 @@
 """The draft extend of speculative decoding in CUDA graphs (SGLang's change 25002). In a ``DRAFT_EXTEND_V2`` the draft model
-computes the tokens that the target model has accepted. Every request has d query rows, and the worker needs only the row of the
+computes the tokens that the target model has accepted. Every request has d query rows, and the engine needs only the row of the
 last accepted token. Which rows a graph returns differs between SGLang's releases (`DraftExtendOutput`).
 """
 
