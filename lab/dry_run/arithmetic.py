@@ -43,7 +43,7 @@ class UnsoundLaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory that a kernel launch may access: the address ranges of its call's CPU tensors."""
+    """The memory that a kernel launch may access: the address ranges of the CPU tensors of its call."""
 
     #: (address of the first byte, address after the last byte) of each tensor, gaps between its elements included
     spans: tuple[tuple[int, int], ...]

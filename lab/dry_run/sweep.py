@@ -136,7 +136,7 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
 
 
 def _refusals(kernel: Kernel, capability: Capability, problem: Problem) -> Iterator[str]:
-    """Yield all sentences with which a kernel's rules refuse a problem, while `why_not` returns only the first."""
+    """Yield all sentences with which a kernel's rules refuse a call, while `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)

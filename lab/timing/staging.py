@@ -198,7 +198,7 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return how many buffers exist or fit into a share of the free memory. Copies one buffer to measure its size."""
+    """Return how many buffers there can be: the existing ones, and those that fit into a share of the free memory."""
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
     each = max(torch.cuda.memory_allocated() - before, 1)

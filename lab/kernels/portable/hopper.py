@@ -69,7 +69,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the paged Gluon kernel's tiles; None if it does not support the call or the Triton kernel is faster."""
+    """Return the paged Gluon kernel's tiles; None if this kernel does not support the call or the Triton kernel is faster."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
@@ -81,7 +81,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel; None if it does not support the call or the Triton kernel is faster."""
+    """Return the tile of MLA's Gluon kernel; None if this kernel does not support the call or the Triton kernel is faster."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None

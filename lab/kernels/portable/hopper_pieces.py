@@ -147,7 +147,7 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
     """Return the key in each column of a tile of scores that begins at key `begin`; NO_KEY if the column must be masked. A TMA
     box that would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). The first n columns
-    of the box then have no key of the tile.
+    of the box are then NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS

@@ -71,8 +71,8 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 
     `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. Raises NotImplementedError with the reason if the
     kernel does not support the call (`lab.kernels.support.why_not`). On a GPU, lengths and page ids are not read: call
-    `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
-    `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
+    `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in fp16 (bf16 for a
+    bf16 query with many rows); sums are in float32. `workspace_buffer` is not used. Output rows after the last request's rows
     are not written. With `cum_seq_lens_q` and without `max_q_len` the host reads the largest number of rows. A run returns out,
     the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse` (out, lse), lse
     in base 2 unless `return_lse_base` is "basee".

@@ -26,13 +26,13 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The work and resources of one program of a Gluon kernel. Fields without a comment are as in `ProgramTile`."""
+    """The work and resources of one program of a Gluon kernel for SM90. A kernel takes it as one `gl.constexpr`."""
 
     rows: int  # of all consumers, the warp groups that multiply; each consumer has 64
-    keys: int
+    keys: int  # keys that the program reads at a time
     stages: int  # tiles of K, and tiles of V, that shared memory holds at a time
-    start_keys: int = 512
-    per_multiprocessor: int = 1
+    start_keys: int = 512  # keys that a program reads in the time that it needs to begin and end a request and K/V head
+    per_multiprocessor: int = 1  # programs that run on a multiprocessor at the same time
     consumer_registers: int = 240  # of a thread of one of two consumers; the other, or a single one, gets what is left
     producer_registers: int = 24  # of each of the 128 threads that load and convert tiles
 

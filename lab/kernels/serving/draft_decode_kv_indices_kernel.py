@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """Compile-time parameters of both kernels in this module: six sizes of the K/V lists, and what a program does at once."""
+    """Compile-time parameters of both kernels in this module: sizes of the K/V lists, and the work of a program."""
 
     num_steps: int
     topk: int
@@ -196,7 +196,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the K/V slots of the tokens that a branch drafts in all steps, `[block_steps]`."""
+    """Return the K/V slots of the tokens that a branch (one of topk continuations) drafts in all steps, `[block_steps]`."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
