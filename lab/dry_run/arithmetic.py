@@ -106,7 +106,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
     Raises:
         UnsoundLaunchError: a launch accesses memory outside the call's tensors, or two of its arguments contradict each other.
-        NotImplementedError: a launch uses a feature that is not computed.
+        NotImplementedError: a launch uses a feature that `compute` does not support.
         KeyError: the kernel table has no kernel with the launch's name.
     """
     for launch in launches:

@@ -141,7 +141,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Return the softmax state (largest, denominator, sums) after one more tile; `scores` [rows, keys] are in base 2."""
+    """Return the softmax state (largest, denominator, sums) after one more tile. `scores` [rows, keys]: logits in base 2."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
