@@ -77,8 +77,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of compiling a kernel source of FlashInfer for a shape: the assertion that fails, and the shared memory."""
-
     source: str  #: file name
     #: the first assertion that fails, with its file and line, or another error of nvcc or FlashInfer; None if the source
     #: supports the shape

@@ -41,8 +41,6 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """Whether FlashInfer's sources compile for a kernel's head_dim, group and page size, and whether the lab accepts them."""
-
     shape: Shape
     verdicts: tuple[Compiled, ...]  #: the compiler's verdict on each source
     why_not: str | None  #: the sentence with which the lab refuses the shape; None if the lab accepts it

@@ -91,6 +91,8 @@ class LseArguments:
 
 @dataclass(frozen=True)
 class Launch:
+    """One recorded launch of a kernel: its name, its grid, and its arguments."""
+
     name: (
         str  #: name in the kernel table for a trtllm-gen kernel; C++ mangled name for a kernel that FlashInfer compiles
     )

@@ -71,9 +71,11 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
+    """A named forward pass and its attention calls. A mixed batch may have a second call, for its decode requests."""
+
     name: str
     case: ForwardCase | MLACase
-    calls: tuple[DryCall, ...]  #: a mixed batch may have a second call, for its decode requests
+    calls: tuple[DryCall, ...]
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,6 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One call, and whether the lab (`lab.kernels.support.why_not`) and FlashInfer's launcher support it."""
-
     call: str  #: name of the function
     non_default: dict[str, Any]  #: the values, by axis, in which the call differs from the default call
     refusal: str | None  #: the sentence with which `why_not` refuses the call; None if it accepts the call

@@ -45,7 +45,7 @@ _REFUSED = {
 class Method:
     """How a GPU time is measured: the clock, and the state of L2. Raises ValueError for a pair that does not fit together."""
 
-    clock: Clock  # the events of GRAPH add about 2 µs per replay
+    clock: Clock  #: the events of GRAPH add about 2 µs per replay
     l2: L2
 
     def __post_init__(self) -> None:

@@ -16,8 +16,6 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tile sizes of the paged Gluon kernel for one head_dim, for three types of launches."""
-
     blocks: HopperTile  # for launches that are bound by matrix products
     windows: HopperTile  # for windows of fewer than `few_keys` keys, in which a program reads all keys of its rows
     shares: HopperTile  # for requests of one block of rows, whose keys several programs divide
