@@ -214,7 +214,7 @@ class ForwardCase(GroupedLayer, PassCase):
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend, which calls `implementation`; None for a backend that only builds metadata."""
+        """Return the engine's attention backend, which calls `implementation`. To build only metadata, it needs none."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:

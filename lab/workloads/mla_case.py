@@ -175,7 +175,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return how many cache entries a kernel reads if all rows of a request select the same entries: the least number."""
+        """Return the least number of cache entries that a kernel reads: all rows of a request may select the same entries."""
         return sum(map(self._num_selected, self.seen_lens, self.q_lens))
 
     @property

@@ -166,7 +166,7 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return the query [rows, num_qo_heads, head_dim] plus `LEAN` times the unit vector in `directions` of each K/V head."""
+    """Return the query [rows, num_qo_heads, head_dim] plus `LEAN` times `directions` (a unit vector for each K/V head)."""
     return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
 
 

@@ -24,7 +24,7 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A multi-step draft, as data. With negative `spare_columns` or `spare_capacity` a tensor is too small for the draft."""
+    """A multi-step speculative draft, as data. A negative `spare_columns` or `spare_capacity` makes a tensor too small."""
 
     lens: tuple[int, ...]  # lengths of the prefixes
     num_steps: int = 3

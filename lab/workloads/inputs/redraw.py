@@ -186,7 +186,7 @@ class PassRedraw(SeededRedraw):
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return (slots of the cached tokens, their indices among the requests' tokens; None instead if all are cached)."""
+        """Return (slots of the cached tokens, their indices among the requests' tokens). Indices are None if all are cached."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
