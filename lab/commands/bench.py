@@ -33,9 +33,9 @@ def bench(
 ) -> None:
     """Time the default scenarios or recorded calls on the GPU. Without a GPU, only check the scenarios' results.
 
-    The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own, those of
-    pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md).
-    The times are written to .benchmarks/last_run.json, or to the file of --benchmark-json.
+    The samples of several implementations are interleaved within a scenario. All other options go to pytest: pytest's own
+    options, those of pytest-benchmark, and --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace
+    (docs/time.md). The times are written to .benchmarks/last_run.json, or to the file of --benchmark-json.
     """
     from lab.extras import require
 

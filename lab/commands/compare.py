@@ -85,8 +85,8 @@ def releases(
 ) -> None:
     """Show which known failures (findings) each release of a package has, and the changes between releases.
 
-    A finding is "not reachable" in a release if none of its cases has a result there. Exit status: 125 if the reports have
-    different settings.
+    A finding is "not reachable" in a release if none of the finding's cases is right or wrong by this finding in the release.
+    Exit status: 125 if the reports have different settings.
     """
     refuse_unreadable("not compared", *reports)
     from lab.reports.releases import releases_report

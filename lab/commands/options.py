@@ -138,7 +138,7 @@ TimedCalls = Annotated[
 
 @contextmanager
 def refusing_errors() -> Iterator[None]:
-    """If the block raises ValueError, OSError or LoadError, print its message to stderr and end the command with MISUSED."""
+    """If the `with` block raises ValueError, OSError or LoadError, print the message to stderr and exit with MISUSED."""
     try:
         yield
     except (LoadError, ValueError) as error:

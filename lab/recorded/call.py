@@ -257,8 +257,8 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Return what is wrong with an output and LSE of a call by the judge's bounds, or None. Requests with non-finite keys are
-    left out. `arithmetic` is the dtype of the low-precision attention that determines the bound; None: the query's dtype.
+    """Return what is wrong with the output and LSE of a call by the judge's bounds, or None if nothing is. Requests with
+    non-finite keys are left out. A kernel may round its operands to the dtype `arithmetic`; None: to the query's dtype.
     """
     try:
         truth = truth_of_problem(call.problem(), arithmetic)

@@ -127,8 +127,8 @@ def judge(
 def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:
     """Judge recorded calls of an engine: the recorded results, or the results of an implementation for the recorded inputs.
 
-    The expected results are computed from the K/V that the recorded page table names, because a recording has no history of its
-    requests. The case of each verdict is a `lab.recorded.case.RecordedCase`. Raises the errors of `judge`.
+    The expected results are computed from the K/V that the recorded page table names, so that wrong page ids are not found.
+    The case of each verdict is a `lab.recorded.case.RecordedCase`. Raises the errors of `judge`.
 
     Args:
         recording: a folder of calls that `lab record` or FlashInfer recorded, or "FOLDER#3" for only the third call.

@@ -75,14 +75,15 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
-    By default, three kinds of errors are refusals. First, a NotImplementedError or ValueError that a statement of the
-    implementation raised. Second, an AssertionError that a statement of the implementation raised before a launch: no given
-    output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports no
-    error. Third, a TypeError that names an unknown or missing argument. In addition, a call whose arguments do not fit
-    the signature of the function is always refused.
+    A call whose arguments do not fit the signature of the function is refused. By default, these errors are refusals too::
 
-    If `refusals` is given, these exceptions count as refusals instead of the three kinds. If Triton's interpreter cannot run
-    the kernel, raise Unjudgeable.
+        NotImplementedError, ValueError  that a statement of the implementation raised
+        AssertionError                   that a statement of the implementation raised before a launch: `out` and `lse` are
+                                         unchanged, torch wrote to no argument except the workspace, no kernel was being
+                                         launched, and the GPU reports no error
+        TypeError                        that names an unknown or missing argument
+
+    If `refusals` is given, these exceptions are refusals instead. Raise Unjudgeable if Triton's interpreter fails.
     """
     try:
         signature = inspect.signature(function)
