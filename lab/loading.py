@@ -139,7 +139,7 @@ def name_of(kind: type) -> str:
 
 
 def is_same_module(one: str, other: str) -> bool:
-    """Return True if two names of modules or files can mean the same file, as my/kernel.py, my.kernel and kernel can."""
+    """Return True if two names of modules or files can mean the same file, such as my/kernel.py and my.kernel."""
     parts = [
         Path(name).resolve().with_suffix("").parts if name.endswith(".py") else tuple(name.split("."))
         for name in (one, other)

@@ -180,7 +180,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the recorded call "FOLDER" or "FOLDER#3". If a folder has several calls, end the command, and show `hint`."""
+    """Return the call "FOLDER#3", or the only call in "FOLDER". If there are several, end the command and print `hint`."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():

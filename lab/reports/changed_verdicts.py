@@ -61,7 +61,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """A case that is in both reports, with its verdict in each."""
+    """A case that two reports have, with the verdict of each report."""
 
     before: CaseVerdict
     after: CaseVerdict

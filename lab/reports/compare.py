@@ -58,7 +58,7 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 @dataclass(frozen=True)
 class RowComparison:
-    """The comparison of the times before and after of one measurement, or the reason why the times are not compared."""
+    """The comparison of two times of one measurement, before and after, or the reason why they are not compared."""
 
     identity: Identity
     samples: SampleComparison | None = None  #: the comparison of the times; None: refused

@@ -55,7 +55,7 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[tuple[str, str]
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[tuple[str, str]]:
-    """Yield, for each declined case, the answer with the reason, and the factor of the case."""
+    """Yield (answer and reason, factor) of each declined case."""
     for each in found:
         for verdict in each.verdicts:
             answer = Answer.of(verdict)

@@ -273,8 +273,8 @@ def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
 
 
 def _follows_from(units: _Units, held: str, inside: Bits, results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of an earlier kind in `HELD` explain those of kind `held`: at least the share `EXPLAINED` of the
-    wrong units lies `inside` regions of earlier kinds and, for "LSE", most calls with a wrong LSE have a wrong output too.
+    """Return True if errors of kind `held`, such as "LSE", only follow from errors of earlier kinds, such as "output": nearly
+    all wrong units lie `inside` the regions of earlier kinds and, for "LSE", most calls with a wrong LSE have a wrong output.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -368,8 +368,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names the checks whose wrong cases all have a wrong first call, which explains
-    them. A first call that fails, and returns nothing, does not count as wrong.
+    """Return for each function a sentence about the checks that show no further error, because the first call of each of their
+    wrong cases is already wrong. A first call that returns nothing does not count as wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

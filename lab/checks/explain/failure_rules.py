@@ -81,13 +81,12 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
-    """Return a rule without its uncertain literals (tests of one feature).
+    """Return a rule without the literals (tests of one feature) for which there is little evidence.
 
-    If a wrong case inside the rule has one parameter value more than a right case, and the right case fails only one literal,
-    this literal stays. If the rule holds for fewer than `FEW` wrong results, other literals are uncertain if they exclude fewer
-    than `FEW` results, and at most as many literals stay as there are wrong results. If the rule holds for more wrong results,
-    other literals are uncertain if they exclude fewer right results than `SHOWN_RIGHT` per wrong result. `result_of`, int
-    [units], has the index of each unit's result.
+    A literal stays if two cases prove it: a wrong case inside the rule, and a right case that lacks one of its parameter values
+    and fails only this literal. Of the other literals, those are removed that exclude few results: fewer than `FEW` results if
+    the rule has fewer than `FEW` wrong results, else fewer right results than `SHOWN_RIGHT` per wrong result. A rule also keeps
+    at most as many of them as it has wrong results. `result_of`, int [units], is the index of each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -210,7 +209,7 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove negated tests from a rule if without them nearly all units for which the rule holds are wrong (`PURE`)."""
+        """Remove each negated test without which nearly all units that meet the rule are still wrong."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:

@@ -135,7 +135,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return `shared` with the features of requests: a condition that holds for one request, the largest value of a number."""
+    """Merge the features of requests into `shared`: conditions that hold for one request, and the largest of each number."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():

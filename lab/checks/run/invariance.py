@@ -92,8 +92,8 @@ class Invariance:
 
     @property
     def unmet(self) -> tuple[Dependence, ...]:
-        """Return the results for required factors with which not all calls were made and had the same bits. Functions and
-        dtypes for which no call with any factor was judged are left out.
+        """Return the results for required factors that did not meet the requirement: a bit changed, or a call was not made.
+        Functions and dtypes for which no call with any factor was judged are left out.
         """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}

@@ -82,7 +82,7 @@ def noted() -> Bindings:
 
 
 def note_current() -> None:
-    """Make the record of `noted` again if functions or settings have changed. Call this only when no kernel is running."""
+    """Renew the record of the judge's functions and settings if they have changed. Call this only when no kernel is running."""
     if not noted().is_current():
         noted.cache_clear()
         noted()
@@ -212,8 +212,8 @@ def named_implementation(implementation: Any) -> tuple[str, Any]:
 
 
 def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that `only` names by key or name, in the order of keys, and then its `Check` objects; all if it is
-    ().
+    """Return the checks that `only` names by key or name, in the order of keys, and then the `Check` objects in it. If `only`
+    is empty, return all checks.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

@@ -83,7 +83,7 @@ def invoke(
                                          launched, and the GPU reports no error
         TypeError                        that names an unknown or missing argument
 
-    If `refusals` is given, these exceptions are refusals instead. Raise Unjudgeable if Triton's interpreter fails.
+    `refusals` replaces these errors. Raise Unjudgeable if Triton's interpreter cannot run the kernel.
     """
     try:
         signature = inspect.signature(function)

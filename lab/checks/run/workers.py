@@ -167,8 +167,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case to the check with the key `check`, which may vary the case within `ranges` (default `self.ranges`). The
-        returned `Pending`, if it is called, raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
+        """Submit a case, which the check with the key `check` may vary within `ranges` (default `self.ranges`). The returned
+        `Pending` waits for the judgement. It raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
