@@ -44,8 +44,8 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return the text of `repro.py`, which makes the call and checks the result. `fault` and `called`, the module that was
-    called, are for its title. Tensors that are too long for the text are added to `saved`.
+    """Return the text of `repro.py`, which exits with 1 if its call is wrong or raises the error of `fault`. The title names
+    `called`, the module that was called. Tensors that are too long for the text are added to `saved`.
     """
     problem = call.problem()
     is_fault = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)

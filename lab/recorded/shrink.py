@@ -167,7 +167,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield two variants without the unread pages: the first in the order of the page table, the second in that of the pool."""
+    """Yield variants without the unread pages: one in the order of the page table, one in the order of the pool."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page
