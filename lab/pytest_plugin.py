@@ -158,7 +158,6 @@ class JudgedKernel(pytest.Collector):
         return self._ranges[interface]
 
     def judge(self, check: str, interface: Interface, **how: Any) -> Any:
-        """Judge a function by one check. `how` overrides arguments of `lab.checks.judge`."""
         from lab.checks import judge
 
         settings = {

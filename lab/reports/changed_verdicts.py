@@ -61,8 +61,6 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """A case that two reports have, with the verdict of each report."""
-
     before: CaseVerdict
     after: CaseVerdict
 

@@ -50,8 +50,6 @@ EXPLAINED = 0.9  # a kind gets no regions if this share of its wrong results lie
 
 
 class CaseResult(NamedTuple):
-    """One compared result of a case, such as the output of a call, with the verdict on the case."""
-
     verdict: CaseVerdict
     result: CheckedResult
 

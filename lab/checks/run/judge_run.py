@@ -39,8 +39,6 @@ Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
-    """The progress of a run after a case was judged: the verdict, the counts of cases, and the estimated time to the end."""
-
     verdict: CaseVerdict  # the newest verdict
     done: int  # number of judged cases, without those that only shrink a wrong random case
     total: int  # number of planned cases, random cases included

@@ -32,8 +32,6 @@ MOST_BY_TRUNCATION = 16.0
 
 
 class Task(NamedTuple):
-    """One case to be judged, and the settings with which a worker process judges it."""
-
     check: str  # key of the check
     case: Any
     device: str

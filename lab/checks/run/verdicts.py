@@ -42,9 +42,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """A wrong (row, head) vector of an output or LSE, with the expected and the computed values of its worst elements."""
-
-    where: str  # row, request, head and elements in words
+    where: str  # row, request, head and the worst elements in words
     expected: tuple[float, ...]  # the expected values of these elements
     got: tuple[float, ...]  # their values in the result
 

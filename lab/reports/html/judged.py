@@ -33,8 +33,6 @@ SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """The verdict of one check on one function, as a report records it."""
-
     run: "JudgedRun"
     key: str  #: the check's key
     function: str  #: short name, such as "decode"; the recorded name if the lab does not know the function
