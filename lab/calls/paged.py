@@ -57,7 +57,7 @@ class DecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: number of keys before its own position that a row sees; -1 for all.
-        out, out_dtype: the output tensor; if it is None, the dtype of a new output tensor, and None is the query's dtype.
+        out, out_dtype: the output tensor, or the dtype of a new output tensor, which is by default the query's dtype.
             Values beyond ±448 become ±448 in an e4m3 output (PTX ISA, `cvt` with `.satfinite`).
         sinks: float32 [num_qo_heads]: exp(sink) of each head is added to the softmax's denominator. `bmm1_scale` does not scale
             it. A sink is finite, or -inf for a head without one.
