@@ -9,19 +9,24 @@ from typing import Any
 from lab.files import write_text
 from lab.reports.recorded import RecordedRun
 from lab.reports.recorded_file import environment_facts, value_at
-from lab.reports.tables import grouped, items, markdown_of, table_of_lines
+from lab.reports.tables import grouped, markdown_of, table_of_lines
 from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sorted_rows, timing_tables
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
-NOTES = (
-    "The columns *median* and *IQR* (interquartile range) are computed from the samples of a row.",
-    "The floor, and the percentages of GB/s and TFLOP/s, are computed with the *ceilings*, the rates that a large copy and a "
-    "large matrix product reached in this run. A kernel that only reads can exceed the bandwidth of a copy. A matrix product "
-    "in e4m3 can exceed the bf16 rate.",
-    "L2 is *cold by rotation* if each call has its own buffers, or if the buffers of one pass are larger than L2.",
-    "*Host time* is the time of Python and of the launches of one call, including checks of arguments. If an implementation "
-    "prepares calls (checks arguments once), the host time is that of a prepared call.",
+WORDS = (
+    ("median, IQR", "computed from the samples of a row; IQR is the interquartile range"),
+    (
+        "floor, percentages of GB/s and TFLOP/s",
+        "computed with the *ceilings*, the rates that a large copy and a large matrix product reached in this run. A kernel "
+        "that only reads can exceed the bandwidth of a copy, and a matrix product in e4m3 can exceed the bf16 rate",
+    ),
+    ("L2 cold by rotation", "each call has its own buffers, or the buffers of one pass are larger than L2"),
+    (
+        "host time",
+        "the time of Python and of the launches of one call, including checks of arguments. If an implementation prepares "
+        "calls (checks arguments once), the host time is that of a prepared call",
+    ),
 )
 
 
@@ -32,12 +37,19 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     if run.gpu_rows:
         blocks += [
             "## Method",
-            items([*(f"{timed_by}: {method}." for timed_by, method in methods(run.gpu_rows)), *NOTES]),
+            markdown_of(table_of_lines(["word", "what it means"], [*map(list, methods(run.gpu_rows)), *WORDS])),
         ]
-        blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
+        for picture in pictures:
+            name = Path(picture).stem.replace("-", " ")
+            shown = "a roofline chart" if name.startswith("roofline") else "each time divided by its floor"
+            blocks.append(f"The next picture shows {shown}: ![{name}]({picture})")
     for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
         common = "; ".join(f"{heading} = {text}" for heading, text in table.common)
-        blocks += [f"## {table.caption}", *([f"In all rows: {common}."] if common else ()), markdown_of(table)]
+        blocks += [
+            f"## {table.caption}",
+            *([f"Left out of the table, because equal in all rows: {common}."] if common else ()),
+            markdown_of(table),
+        ]
     return "\n\n".join(blocks) + "\n"
 
 
