@@ -42,7 +42,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
         for picture in pictures:
             name = Path(picture).stem.replace("-", " ")
             shown = "a roofline chart" if name.startswith("roofline") else "each time divided by its floor"
-            blocks.append(f"The next picture shows {shown}: ![{name}]({picture})")
+            blocks.append(f"A picture shows {shown}. ![{name}]({picture})")
     for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
         common = "; ".join(f"{heading} = {text}" for heading, text in table.common)
         blocks += [
