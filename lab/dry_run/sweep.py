@@ -282,12 +282,12 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
             agreed = [counts[agreement] for agreement in AGREED]
             cells = (counts.total(), *agreed, counts.total() - sum(agreed))
             rows.append((GPUS[name].name, f"`{call}`", *(f"{cell:,}" for cell in cells)))
+    lacking = ", ".join(table.lacks(build.launcher_members()))
+    flags = f"Flags of the launcher that the table lacks count as false: {lacking}. " if lacking else ""
     blocks = [
         f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
-        f"The launcher chose among the kernels of {table.source}, and no kernel ran. Flags that the launcher reads and that "
-        "this table of kernels does not have count as false: "
-        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. "
-        "`python -m lab.dry_run.sweep` wrote this page, and a JSON file with every call into the same folder.",
+        f"The launcher chose among the kernels of {table.source}, and no kernel ran. {flags}"
+        "`python -m lab.dry_run.sweep` wrote this page and a JSON file with every call.",
         markdown_of(table_of_lines(("GPU", "call", "calls", *AGREED, "disagree"), rows)),
     ]
     every = [each for of_gpu in verdicts.values() for each in of_gpu]
