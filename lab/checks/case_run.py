@@ -314,8 +314,8 @@ class CaseRun:
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
-        # The diagnosis compares these results with results of single requests.
-        alone = kind in ("output", "return", "other") and not requests
+        # The diagnosis compares these results with results of single requests, or finds rules about any request.
+        alone = kind in ("output", "return", "other", "metadata") and not requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 

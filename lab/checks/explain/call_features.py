@@ -16,7 +16,7 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.entry_features import read_selections
-from lab.checks.explain.feature import DTYPE_NAMES, SMALL_SCALE, Features, Read, Value
+from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
@@ -25,9 +25,6 @@ from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
 TILE = 64  # keys that many kernels load at a time
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
-# Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
-NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
-LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 # Features that are read from a case's field of this name, or else from the case's `model`.
 SIZES = ("head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")  # of a problem, too
 OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", *SIZES)
@@ -48,7 +45,9 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
         "full_page": kv_len > 0 and kv_len % page_size == 0,
+        "new_page": 0 < page_size < kv_len and kv_len % page_size == 1,
         **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
+        **{f"new_tile_of_{number}": kv_len > number and kv_len % number == 1 for number in (64, 256)},
         "no_keys": kv_len == 0,
         "no_rows": q_len == 0,
         "fewer_keys": kv_len < q_len,
@@ -61,6 +60,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "hidden_tile": first_seen >= TILE,
         "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
         "window_at_page_end": first_seen > 0 and (first_seen + 1) % page_size == 0,
+        "first_window_with_page": first_seen > 0 and first_seen % page_size == 0,
         "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
         "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
         "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
@@ -174,14 +174,15 @@ def features_of_case(case: Any) -> CallFeatures:
     model = getattr(case, "model", None)
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
-    has_sinks = getattr(case, "sinks", getattr(model, "has_sinks", False))
-    read |= _read_shapes(read) | {"sinks": bool(has_sinks)} | _read_mode(given)
-    read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
+    read |= _read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
+    read |= _read_mode(given) | {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
         return CallFeatures(kept(read))
     q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
     of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
+    steps, page_size = given.get("num_steps"), given.get("page_size", 1)
+    read["steps_fill_pages"] = page_size > 1 and any(steps and (each + steps) % page_size == 0 for each in kv_lens)
     return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
 
 
@@ -246,6 +247,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         read[f"{name}_tensor"] = isinstance(arguments.get(name), Tensor)
         read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
         read[f"{name}_small"] = abs(scale) < SMALL_SCALE
+    read["equal_bounds"] = problem.max_q_len == problem.max_kv_len
     for name, lens in (("max_q_len", problem.q_lens()), ("max_kv_len", problem.kv_lens())):
         read[f"loose_{name}"] = getattr(problem, name) > max(lens, default=0)
     for name in ("query", "key", "value", "lse", "block_tables"):
@@ -273,6 +275,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
+        "other_page_size": getattr(problem, "window_cache", k_cache).shape[2] != page_size,
         "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
         "table_columns": table.shape[1],
         "table_beyond_bound": table.shape[1] > -(-problem.max_kv_len // page_size),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.explain.failure_rules import FEW, Rule, all_hold, find_rules, supported
+from lab.checks.explain.failure_rules import FEW, Rule, all_hold, find_rules, sharpened, supported
 from lab.checks.explain.feature import Bits, Features, Value, of_any_request
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
@@ -302,7 +302,8 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     found: list[Region] = []
     explained = np.zeros_like(wrong)
     for whole_rule in find_rules(units.features, units.wrong, units.case_of):
-        rule = supported(whole_rule, units.features, units.wrong, units.result_of)
+        of_units = (units.features, units.wrong, units.result_of)
+        rule = sharpened(supported(whole_rule, *of_units), *of_units, units.case_of)
         holds = units.with_rule(rule)
         wrong_inside = units.results_with(holds & units.wrong)
         inside = units.results_with(holds) if rule else np.ones_like(wrong)  # also results of vacuous requests

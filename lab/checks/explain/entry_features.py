@@ -21,6 +21,7 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
+        filled = torch.stack([block.any(dim=1) for block in is_entry.split(32, dim=1)], dim=1)
         before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
         highest = selected[start:end].cummax(1).values
         num_columns = up_to_last[start:end].sum(dim=1)
@@ -34,6 +35,9 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
             "repeated_entry": ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(),
             "entry_after_last": follows[start:end].any(),
+            "partial_columns": (num_columns % 16 > 0).any(),
+            "unused_first_columns": (given[start:end] >= 0)[:, :EMPTY_COLUMNS][~is_used[:, :EMPTY_COLUMNS]].any(),
+            "empty_block": (~filled & (filled.flip(1).cumsum(1).flip(1) > 0)).any(),
             "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,

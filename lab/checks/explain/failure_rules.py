@@ -1,7 +1,8 @@
 """Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
 A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
-conjunction of at most three literals. A unit is one request of a compared result, or a whole result; it is wrong or right.
+conjunction of at most three literals; right results inside can add a fourth. A unit is one request of a compared result, or a
+whole result; it is wrong or right.
 
 A literal costs fewer bits if a reader understands its feature easily. The cost of a rule is the cost of its literals plus the
 entropy of wrong and right units, inside the rule (where it holds) and outside. Rules are added while each reduces the total
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.checks.explain.feature import OPERATORS, Bits, Cost, Features, Value
+from lab.checks.explain.feature import HIDING, OPERATORS, Bits, Cost, Features, Value
 from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_RULES = 4
@@ -35,6 +36,9 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
 SHOWN_RIGHT = 0.1  # a literal stays if it excludes this number of right results per wrong result inside the rule
+MOST_LITERALS = 4  # of a rule to which right cases inside add conditions
+VARIANT_BITS = 6.0  # evidence of a right variant of a wrong case for a condition that excludes it
+SURE_BITS = 3.0  # by which the evidence for such a condition must exceed its cost
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
@@ -117,6 +121,41 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         if is_uncertain:
             rule = rest
     return tuple(each for number, each in enumerate(rule) if number < num_wrong or each in paired)
+
+
+def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits, cases: Sequence[int]) -> Rule:
+    """Return a rule with the conditions that right cases inside show to be missing, at most `MOST_LITERALS` literals in all.
+
+    A variant is a right case that has one parameter value more or less than a wrong case inside. A literal is added if it holds
+    for all wrong units inside, and the right cases that it excludes, variants most of all, are worth its cost. A literal that
+    excludes no variant is not negated. `result_of`, int [units], has each unit's result.
+    """
+    inside = np.flatnonzero(all_hold(rule, units))
+    right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
+    if not rule or len(rule) >= MOST_LITERALS or not len(right_results):
+        return rule
+    inside = inside[:: max(1, len(inside) // MOST_UNITS)]
+    chosen, case, is_wrong = [dict(units[at]) for at in inside.tolist()], np.array(cases)[inside], wrong[inside]
+    values = [frozenset(name for name in features if "=" in name) for features in chosen]
+    of_wrong, right = {values[at] for at in np.flatnonzero(is_wrong)}, np.isin(result_of[inside], right_results)
+    varied = {each for each in {*values} if each and any(_is_variant(each, other) for other in of_wrong)}
+    rights, variants = {*case[right]}, {case[at] for at in np.flatnonzero(right) if values[at] in varied}
+    total, best, most = len({*case[is_wrong | right]}), rule, SURE_BITS
+    for literal, held, cost in zip(*_table(chosen), strict=True):
+        excluded = rights - {*case[right & held]}
+        is_new = "=" not in literal.feature and literal.feature not in {each.feature for each in rule}
+        if is_new and held[is_wrong].all() and (excluded & variants or literal.operator in ("is", ">=")):
+            gain = sum(math.log2((total - n) / (len(rights) - n)) for n in range(len(excluded))) - cost
+            gain += VARIANT_BITS * len(excluded & variants)
+            best, most = ((*rule, literal), gain) if gain > most else (best, most)
+    return rule if best is rule else sharpened(best, units, wrong, result_of, cases)
+
+
+def _is_variant(values: frozenset[str], of_wrong: frozenset[str]) -> bool:
+    """Return True if `values` has one parameter value more or less than `of_wrong`, or two more, as one may need the other."""
+    differ = values ^ of_wrong
+    is_near = len(differ) == 1 or (len(differ) == 2 and of_wrong < values)
+    return is_near and not any(each.startswith(HIDING) for each in differ)
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:

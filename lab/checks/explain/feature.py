@@ -33,6 +33,11 @@ Bits = np.ndarray[Any, np.dtype[Any]]
 Test = tuple[str, Value, float]  # an operator, a value, and the cost in bits, besides that of the feature
 
 DTYPE_NAMES = {dtype_of(name): name for name in DTYPES}
+# Fields of a case that are no features. Fields with lengths become features of the batch and of each request.
+NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
+LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
+# A right case with one of these parameter values shows no condition: the value can hide an error.
+HIDING = ("bmm1_size=", "bmm2_size=", "contents=", "pages=", "sinks=some", "skip_softmax=")
 SMALL_SCALE = 0.001
 LOADED_COLUMNS = 4  # int32 columns in the widest load of a GPU's thread, which has 16 bytes
 NEGATION_BITS = 2.5

@@ -14,7 +14,7 @@ OF_PROBLEM = (
     "interleaved_factors",
 )
 # Optional arguments that are features only as given or not. A function that requires one does not have its feature.
-GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse", "q_seq_lens_cpu")
+GIVEN = ("bmm1_scale_log2", "cum_seq_lens_q", "return_lse_base", "out", "lse", "q_seq_lens_cpu", "max_q_len")
 # REMEMBERED: arguments whose values are compared with those of the first call of the same shapes. WATCHED: tensors whose writes
 # between calls are noticed. Each has the beginning of its text.
 REMEMBERED = {
@@ -50,6 +50,9 @@ FEATURES: dict[str, CaseFeature] = {
     "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
     "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
     "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
+    "new_page": Condition("a request's last page, of several, holds {|not }one token", Cost.VALUE),
+    "new_tile_of_64": Condition("a request has {|not }1 key more than a multiple of 64", Cost.DERIVED),
+    "new_tile_of_256": Condition("a request has {|not }1 key more than a multiple of 256", Cost.DERIVED),
     "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", Cost.DERIVED),
     "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", Cost.VALUE),
     "no_keys": Condition("a request has {no |}keys", Cost.VALUE),
@@ -66,6 +69,7 @@ FEATURES: dict[str, CaseFeature] = {
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
     "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
+    "first_window_with_page": Condition("{the|no} window of a request's first row begins with a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
     "window_at_page_end": Condition("{a|no} window begins with the last token of a page", Cost.POSITION),
     "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
@@ -85,6 +89,9 @@ FEATURES: dict[str, CaseFeature] = {
     "repeated_entry": Condition("{an|no} entry is in several columns of a request's row", Cost.VALUE),
     "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
     "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
+    "partial_columns": Condition("a request's row uses {no|a} multiple of 16 columns", Cost.DERIVED),
+    "unused_first_columns": Condition("{an|no} entry in the first 128 columns of a row is not used", Cost.VALUE),
+    "empty_block": Condition("32 columns before an entry of a row hold {-1 alone|an entry}", Cost.VALUE),
     "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
@@ -184,6 +191,8 @@ FEATURES: dict[str, CaseFeature] = {
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
     "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
+    "equal_bounds": Condition("the bounds of rows and of keys are {equal|different}", Cost.VALUE),
+    "other_page_size": Condition("the two pools have {different page sizes|one page size}", Cost.VALUE),
     "loose_max_q_len": Condition("the bound of rows is {|not }larger than the most rows of a request", Cost.VALUE),
     "loose_max_kv_len": Condition("the bound of keys is {|not }larger than the most keys of a request", Cost.VALUE),
     "table_beyond_bound": Condition(
@@ -208,6 +217,9 @@ FEATURES: dict[str, CaseFeature] = {
     "topk": Number("topk is {}", Cost.VALUE),
     "num_steps": Number("num_steps is {}", Cost.VALUE),
     "positions_differ": Condition("positions are {not |}the prefix lengths", Cost.VALUE),
+    "steps_fill_pages": Condition(
+        "keys and steps of a draft {|do not }fill a request's pages of several tokens", Cost.VALUE
+    ),
     "window_size": Number("window_size is {}", Cost.VALUE),
     "sink_size": Number("sink_size is {}", Cost.VALUE),
     "entries_are_pages": Condition("entries of req_to_token are {pages|slots}", Cost.VALUE),

@@ -11,13 +11,15 @@ covering array is a small set of cases that has every value, or every pair of va
 * Full level: also each pair of values and each declared triple. A value whose cases were all declined is tried with every other
   value. A pair without a judged case is tried in cases with more default values, and finally alone.
 * Smoke and full level, if a case is wrong, after all checks' other cases: also simpler cases, then few cases with its unusual
-  values and all values of other axes. If only cases of other checks are wrong: a case with the parameter values of each of a
-  few wrong results. These cases are for the diagnosis.
+  values and all values of other axes, then variants in which one parameter differs, the right ones with several seeds. If only
+  cases of other checks are wrong: a case with the parameter values of each of a few wrong results. These cases are for the
+  diagnosis.
 """
 
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +27,7 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.feature import of_any_request
+from lab.checks.explain.feature import HIDING, of_any_request
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.circumstances import OF_ALL_SHARDS, at_limits, circumstances
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
@@ -33,12 +35,13 @@ from lab.checks.parameters.covering import Model, Point
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS, Configuration
+from lab.checks.parameters.paged_axes import SHORT
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
-from lab.checks.parameters.values import DtypePair, Lse, Sinks
+from lab.checks.parameters.values import Bound, DtypePair, Lse, Offsets, Sinks
 from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
-from lab.checks.run.verdicts import BROKEN, CaseVerdict
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
@@ -48,6 +51,7 @@ CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
 MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
+MOST_VARIED = 20  # variants of a wrong case
 MOST_ALIKE = 8  # cases with the values of other checks' wrong results
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
@@ -203,7 +207,15 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
     if cases := [*filter(scope.is_chosen, _new(simpler, own))]:
         return iter(cases)
-    return _new(itertools.chain.from_iterable(_around(scope, case) for case in simplest), own)
+    for further in (_around, partial(_varied, wrong=wrong)):
+        if cases := [*_new(itertools.chain.from_iterable(further(scope, case) for case in simplest), own)]:
+            return iter(cases)
+    judged = Counter(each.case.without_seed for each in own)
+    right = (each.case for each in own if each.outcome is Outcome.RIGHT and judged[each.case.without_seed] == 1)
+    again = (
+        case for case in right for each in simplest if len(case.non_default.items() ^ each.non_default.items()) == 1
+    )
+    return (replace(case, seed=case.seed + number) for case in again for number in (1, 2))
 
 
 def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
@@ -212,9 +224,16 @@ def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configurat
     for result in (each for verdict in verdicts for each in verdict.judged.results if each.wrong):
         read: dict[str, Any] = of_any_request(result.features, [features for features, _ in result.requests])
         read |= {"dtypes": f"{read.get('dtype')}/{read.get('kv_dtype')}", "heads": read.get("num_qo_heads")}
-        read |= {"head_dims": f"{read.get('head_dim')}/{read.get('v_head_dim')}", "lengths": read.get("longest_kv_len")}
-        read |= {"causal": "not_causal" not in read, "sinks": Sinks.PER_HEAD if "sinks" in read else Sinks.NONE}
-        read |= {"lse": Lse.RETURNED if "return_lse" in read else Lse.NONE}
+        read |= {"head_dims": f"{read.get('head_dim')}/{read.get('v_head_dim')}", "causal": "not_causal" not in read}
+        read |= {"sinks": Sinks.PER_HEAD if "sinks" in read else Sinks.NONE}
+        read |= {"lse": Lse.BASE_E if "lse_base_e" in read else Lse.RETURNED if "return_lse" in read else Lse.NONE}
+        read |= {"backend": "trtllm-gen"} if "interleaved_factors" in read else {}
+        has_offsets = "cum_seq_lens_q_given" in read
+        read |= {"offsets": Offsets.UNEQUAL if "unequal_q_lens" in read else Offsets.EQUAL} if has_offsets else {}
+        read |= {"max_q_len": Bound.NONE if has_offsets and "max_q_len_given" not in read else Bound.EXACT}
+        read |= {"rank": f"{read.get('rank')} of {read.get('ranks')}", "lengths": read.get("longest_kv_len", 0)}
+        long = [each for each in model.axes.get("lengths", ()) if type(each) is int and read["lengths"] > SHORT]
+        read["lengths"] = max([read["lengths"], *sorted(long)[:1]])
         point: Point = {}
         for axis, values in model.axes.items():
             given = read.get(axis)
@@ -234,6 +253,23 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
     around = replace(model, axes={**model.axes, **{axis: (each,) for axis, each in wrong.non_default.items()}})
     points = around.covering(scope.ranges.seed, around.values())
     return _cheapest_first(_numbered(scope, points), scope.ranges, MOST_PRODUCTS)
+
+
+def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
+    """Return at most `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
+    the same non-default values has: any value if all these wrong cases have one value, else the smallest or largest number.
+    """
+    model, left = _model(scope), list[list[Configuration]]()
+    like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]
+    for axis, values in model.axes.items():
+        met, sizes = {case[axis] for case in like}, sorted(each for each in values if type(each) is int)
+        ends = dict.fromkeys((*sizes[:1], *sizes[-1:]) or values[:1])
+        chosen = [each for each in (ends | dict.fromkeys(values) if len(met) == 1 else ends) if each not in met]
+        telling = [each for each in chosen if not f"{axis}={each}".startswith(HIDING)]
+        points = [model.completed({**subject.non_default, axis: each}) for each in telling]
+        left.append([Configuration(scope.interface, each, subject.seed) for each in points if each])
+    in_turns = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*left)))
+    return _cheapest_first(itertools.islice(in_turns, MOST_VARIED), scope.ranges, MOST_PRODUCTS)
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:

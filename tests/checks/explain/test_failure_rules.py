@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.checks.explain import failure_rules
-from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled, supported
+from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled, sharpened, supported
 from lab.checks.explain.feature import Cost
 
 
@@ -290,3 +290,69 @@ def test_a_literal_that_two_cases_prove_stays_in_a_rule_of_many_wrong_results() 
     units: list[dict[str, Any]] = [dict.fromkeys((HALF, SMALL), True)] * 20 + [{HALF: True}, {SMALL: True}]
     rule = (Literal(HALF, "is"), Literal(SMALL, "is"))
     assert supported(rule, units, np.arange(22) < 20, np.arange(22)) == rule
+
+
+@pytest.mark.parametrize(
+    ("right", "added"),
+    [
+        # Variants: cases with one parameter value less, or more, than a wrong case.
+        (["sinks mask", "sinks mask k=1 q=2"], ["not mask"]),
+        (["sinks mask k=1 q=2", "sinks mask k=1 q=3"], ["not mask"]),
+        (["sinks mask k=1 q=2 x=3", "sinks mask k=1 q=3 x=3"], ["not mask"]),  # a value may need a second one
+        (["sinks mask k=1 q=2 x=3 y=4", "sinks mask q=2"], []),  # no variants: a negated condition may be chance
+        (["sinks mask k=1 contents=low", "sinks mask k=1 pages=once"], []),  # values that can hide the error
+        (["sinks k=1 q=2"], []),  # only the parameter value tells it from the wrong cases
+        (
+            [
+                "sinks mask k=1 q=2",
+                "sinks mask k=1 q=3",
+                "sinks mask_not_causal k=1 x=1",
+                "sinks mask_not_causal k=1 y=1",
+            ],
+            ["not mask", "not mask_not_causal"],
+        ),
+        (["sinks k=1 x=1", "sinks k=1 y=1", "sinks k=2"], ["has_window"]),
+    ],
+)
+def test_right_cases_inside_a_rule_show_a_condition_that_it_lacks(right: list[str], added: list[str]) -> None:
+    wrong = ["sinks has_window k=1"] * 20 if added == ["has_window"] else ["sinks k=1"] * 20
+    units = [dict.fromkeys(names.split(), True) for names in (*wrong, *right, "mask k=1 q=2")]
+    numbers, rule = np.arange(len(units)), (Literal("sinks", "is"),)
+    found = sharpened(rule, units, numbers < 20, numbers, numbers.tolist())
+    assert sorted(map(str, found[1:])) == added
+    assert sharpened((), units, numbers < 20, numbers, numbers.tolist()) == ()
+
+
+def test_a_condition_that_no_variant_shows_is_added_only_if_it_is_sure_and_holds_for_all_wrong_results() -> None:
+    def added(num_wrong: int, num_right: int, *, without: int = 0, one_case: bool = False) -> list[str]:
+        wrong = [{"sinks": True, "window_in_page": True}] * (num_wrong - without) + [{"sinks": True}] * without
+        units = [*wrong, *[{"sinks": True}] * num_right]
+        numbers = np.arange(len(units))
+        cases = [min(number, num_wrong) if one_case else number for number in numbers.tolist()]
+        found = sharpened((Literal("sinks", "is"),), units, numbers < num_wrong, numbers, cases)
+        return [str(literal) for literal in found[1:]]
+
+    assert added(40, 4) == ["window_in_page"]
+    assert added(40, 2) == []
+    assert added(40, 4, without=1) == []
+    assert added(40, 4, one_case=True) == []  # four results of one case are one piece of evidence
+
+
+def test_a_right_request_of_a_wrong_result_shows_no_missing_condition() -> None:
+    units = [{"sinks": True, "k=1": True}, {"sinks": True, "mask": True, "k=1": True, "q=2": True}] * 20
+    numbers, rule = np.arange(40), (Literal("sinks", "is"),)
+    of_results = sharpened(rule, units, numbers % 2 == 0, numbers, numbers.tolist())
+    assert [str(literal) for literal in of_results] == ["sinks", "not mask"]
+    assert sharpened(rule, units, numbers % 2 == 0, numbers // 2, numbers.tolist()) == rule
+
+
+def test_a_rule_gets_at_most_four_conditions_and_each_feature_once() -> None:
+    names = ("mask", "sinks_list", "block_scales", "rank_keys")
+    right = [{"sinks": True, "k=1": True, name: True, value: True} for name in names for value in ("q=1", "q=2")]
+    units = [*[{"sinks": True, "k=1": True}] * 20, *right]
+    numbers = np.arange(len(units))
+    assert len(sharpened((Literal("sinks", "is"),), units, numbers < 20, numbers, numbers.tolist())) == 4
+    lens = [*range(8, 28), 6, 7]
+    units = [{"kv_len": length, "k=1": True} | ({} if length > 7 else {f"q={length}": True}) for length in lens]
+    numbers, rule = np.arange(22), (Literal("kv_len", ">=", 5),)
+    assert sharpened(rule, units, numbers < 20, numbers, numbers.tolist()) == rule

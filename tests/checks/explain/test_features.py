@@ -25,6 +25,7 @@ from lab.checks.run.judging import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.attention_case import Contents, HeadPages
+from lab.workloads.inputs.draft_lists import DraftListsCase
 from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_batch, sparse_arguments
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
@@ -183,11 +184,11 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, {"kv_cache": (K, widened(V))}, "other_v_strides"),
         (DECODE, {"kv_cache": torch.stack([K, V], dim=1)}, f"one_cache_tensor page_gaps {WIDE}"),
         (DECODE, {"kv_cache": (widened(K), widened(V))}, f"page_gaps gaps_in_pages {WIDE}"),
-        (DECODE, offsets(2, 0, 2, 4), "cum_seq_lens_q_given"),
+        (DECODE, offsets(2, 0, 2, 4), "cum_seq_lens_q_given max_q_len_given"),
         (
             DECODE,
             offsets(3, 0, 0, 3),
-            "cum_seq_lens_q_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows some_empty",
+            "cum_seq_lens_q_given max_q_len_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows some_empty",
         ),
         (DECODE, {"window_left": 0}, "has_window window_left=0"),
         (DECODE, E4M3 | {"o_scale": 1.0}, "dtype=e4m3 kv_dtype=e4m3 out_dtype=e4m3"),
@@ -241,6 +242,8 @@ def test_bounds_are_compared_with_what_they_bound() -> None:
     assert names & read(DECODE, max_seq_len=40).keys() == {"table_beyond_bound"}
     assert names & read(DECODE, max_seq_len=81).keys() == {"loose_max_kv_len"}
     most = ARGUMENTS[CONTEXT]["max_q_len"]
+    assert "equal_bounds" not in read(CONTEXT)
+    assert "equal_bounds" in read(CONTEXT, max_q_len=ARGUMENTS[CONTEXT]["max_kv_len"])
     assert "loose_max_q_len" not in read(CONTEXT)
     assert "loose_max_q_len" in read(CONTEXT, max_q_len=most + 1)
 
@@ -386,6 +389,43 @@ def test_what_follows_the_columns_in_use_is_a_feature(
     assert found == [follows, is_partial]
 
 
+@pytest.mark.parametrize(
+    ("columns", "lens", "features"),
+    [
+        ([1] * 48, 32, ""),
+        ([1] * 48, 33, "partial_columns"),
+        ([*[1] * 32, *[-1] * 16], 20, "partial_columns"),
+        ([*[-1] * 32, 1, *[-1] * 31], 64, "empty_block"),
+        ([1, *[-1] * 62, 1], 64, ""),
+        ([1, *[-1] * 63], 64, ""),
+        ([*[1] * 128, *[-1] * 16], 112, "unused_first_columns"),
+        ([*[1] * 144], 128, ""),
+    ],
+)
+def test_blocks_of_columns_are_features(columns: list[int], lens: int, features: str) -> None:
+    arguments = sparse_arguments(latent_batch([1], [200]), [[0] * len(columns)], 256, lens=[lens])
+    arguments["block_tables"] = torch.tensor([[columns]], dtype=torch.int32)
+    (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
+    names = {"partial_columns", "empty_block"} | ({"unused_first_columns"} if len(columns) > 128 else set())
+    assert names & only.keys() == {*features.split()}
+
+
+def test_pools_of_two_page_sizes_are_a_feature() -> None:
+    problem = MLADecodeCall(**ARGUMENTS[MLA]).problem()
+    for page_size in (problem.page_size, 2 * problem.page_size):
+        object.__setattr__(problem, "window_cache", torch.zeros(1, 1, page_size, 1))
+        found = reading._read_pages(AttentionCall.DSV4_DECODE, {}, problem)
+        assert found["other_page_size"] is (page_size > problem.page_size)
+
+
+@pytest.mark.parametrize(("lens", "page_size", "fills"), [((5, 13), 16, True), ((5, 14), 16, False), ((13,), 1, False)])
+def test_keys_and_steps_of_a_draft_that_fill_pages_are_a_feature(
+    lens: tuple[int, ...], page_size: int, fills: bool
+) -> None:
+    case = DraftListsCase(lens, num_steps=3, topk=2, page_size=page_size)
+    assert ("steps_fill_pages" in features_of_case(case).features) is fills
+
+
 @pytest.mark.parametrize(("lens", "fewest", "is_more"), [([2, 3], 2, False), ([1, 4], 1, True), ([3, 3], 3, True)])
 def test_the_columns_of_rows_are_compared_with_their_keys(lens: list[int], fewest: int, is_more: bool) -> None:
     """The two rows of the request have two and three keys."""
@@ -422,7 +462,12 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
     ("kv_len", "q_len", "window_left", "page_size", "conditions"),
     [
         (64, 1, -1, TILE, "full_page multiple_of_64_keys"),
-        (65, 1, -1, TILE, "partial_page"),
+        (65, 1, -1, TILE, "partial_page new_page new_tile_of_64"),
+        (64, 1, -1, 1, "full_page multiple_of_64_keys"),
+        (33, 1, -1, 16, "partial_page new_page"),
+        (1, 1, -1, 16, "partial_page no_prefix"),
+        (257, 1, -1, 512, "partial_page new_tile_of_64 new_tile_of_256"),
+        (256, 1, -1, 512, "partial_page multiple_of_64_keys"),
         (1, 1, -1, 1, "full_page no_prefix"),
         (512, 1, -1, TILE, "full_page multiple_of_64_keys multiple_of_512_keys"),
         (0, 1, -1, TILE, "no_keys fewer_keys"),
@@ -435,9 +480,9 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (20, 1, 19, TILE, "partial_page"),
         (20, 1, 18, TILE, "partial_page hidden_keys window_in_page"),
         (20, 1, 0, TILE, "partial_page hidden_keys window_in_page"),
-        (40, 1, 7, 16, "partial_page hidden_keys hidden_page window_with_page"),
+        (40, 1, 7, 16, "partial_page hidden_keys hidden_page window_with_page first_window_with_page"),
         (40, 2, 7, 16, "partial_page hidden_keys hidden_page window_in_page window_with_page window_at_page_end"),
-        (40, 1, 23, 16, "partial_page hidden_keys hidden_page window_with_page"),
+        (40, 1, 23, 16, "partial_page hidden_keys hidden_page window_with_page first_window_with_page"),
         (40, 1, 24, 16, "partial_page hidden_keys window_in_page window_at_page_end"),
         (40, 1, 25, 16, "partial_page hidden_keys window_in_page"),
         (40, 4, 21, 16, "partial_page hidden_keys window_in_page window_with_page window_at_page_end"),

@@ -116,6 +116,37 @@ def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_value
     assert all(map(is_sent, found))
 
 
+def test_variants_of_a_wrong_case_change_one_parameter_and_right_ones_are_judged_again() -> None:
+    """The wrong cases have one value of "out" and, but for the numbers of pages, all values of other axes."""
+    function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
+    wrong = Configuration(function, {"offsets": "padding after"}, seed=3)
+
+    def is_wrong(case: Configuration) -> bool:
+        return wrong.non_default.items() <= case.non_default.items() and bool(case["causal"])
+
+    def judged(cases: Iterable[Configuration]) -> list[CaseVerdict]:
+        outcomes = {case: Outcome.WRONG if is_wrong(case) else Outcome.RIGHT for case in cases}
+        return [
+            CaseVerdict("a kernel", "K18", function, *each, Judged(outcome, judged=1))
+            for each, outcome in (((case, "cpu"), outcome) for case, outcome in outcomes.items())
+        ]
+
+    verdicts, rounds = judged([wrong, Configuration(function)]), list[list[Configuration]]()
+    while cases := list(CHECK.nearby(scope, verdicts)):
+        rounds.append(cases)
+        verdicts += judged(cases)
+    _, varied, again = rounds  # the first round has cases with all values of other axes
+    changed = [{axis for axis in case.values if case[axis] != wrong[axis]} for case in varied]
+    assert {case.seed for case in varied} == {3}
+    assert {"causal"} in changed
+    assert all(len(each) == 1 for each in changed if "offsets" not in each)
+    assert not any(axis in {"contents", "bmm1_size", "bmm2_size"} for each in changed for axis in each)
+    assert len(varied) <= 20
+    not_causal = next(case for case, each in zip(varied, changed, strict=True) if each == {"causal"})
+    assert [case.seed for case in again if case.without_seed == not_causal.without_seed] == [4, 5]
+    assert not any(is_wrong(case) for case in again)
+
+
 WRONG_IN_K1 = AttentionCase(AttentionCall.DECODE, (9, 9000), (4, 4), window_left=3, sinks=True)
 
 
