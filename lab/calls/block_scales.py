@@ -32,7 +32,9 @@ class BlockScales:
 
 
 def has_block_scales(call: Any) -> bool:
-    """Return True if a ragged call has SageAttention's scales. Raise an error unless both arguments have four elements."""
+    """Return True if a ragged call has SageAttention's scales. Raises TypeError or ValueError unless `sage_attn_sfs` and
+    `num_elts_per_sage_attn_blk` have four elements each.
+    """
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         value = getattr(call, name)
         if not isinstance(value, (tuple, list)):

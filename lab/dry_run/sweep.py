@@ -320,7 +320,9 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare `why_not` with FlashInfer's launcher on B200 and B300. Write the results as JSON and as a page."""
+    """Test for many calls whether the lab and FlashInfer's launcher refuse the same ones on a B200 and a B300. Write the
+    results as JSON and as a page.
+    """
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--drawn", type=int, default=DRAWN, help=f"random calls of each function (default {DRAWN})")

@@ -54,7 +54,9 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules of a problem. If `arithmetic` is None, it is the query's dtype, with float32 in place of float64."""
+        """Return the rules (scales, mask, window, sinks, dtypes) by which a problem's output is computed. If `arithmetic` is
+        None, it is the query's dtype, with float32 in place of float64.
+        """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
             **problem.terms(),

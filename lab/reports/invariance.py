@@ -55,7 +55,7 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[tuple[str, str]
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[tuple[str, str]]:
-    """Yield (answer and reason, factor) of each declined case."""
+    """Yield for each case that the kernel refused: text such as "not tried: <reason>", and the name of the varied factor."""
     for each in found:
         for verdict in each.verdicts:
             answer = Answer.of(verdict)

@@ -51,8 +51,8 @@ class FindingRow:
 
     def presence(self, release: Verdicts) -> dict[str, Any]:
         """Return the row's "status" in a release ("present", "absent" or "not reachable"), and how many of the row's cases are
-        "wrong", "right" and "declined" in it. A case of a finding is wrong if its verdict cites the finding, a case of a region
-        if its outcome is in `BROKEN`.
+        "wrong", "right" and "declined" in it. If the row is a finding, a case is wrong if its verdict cites
+        the finding. If the row is a region (cases without a finding), a case is wrong if its outcome is in `BROKEN`.
         """
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)

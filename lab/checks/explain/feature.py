@@ -66,7 +66,7 @@ class Condition:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the values of this feature, one per unit (request or result), as an array [units]."""
+        """Convert this feature's values, one for each request or result (None: it has no value), to an array [units]."""
         return np.array(values, dtype=bool)
 
     def tests(self, column: Bits) -> Iterator[Test]:

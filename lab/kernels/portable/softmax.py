@@ -98,12 +98,12 @@ def dot(a, b, sums):
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
     """Return (weights of a tile of keys, factor for the earlier sums, new `largest`) of an online softmax.
 
-    The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit: float16 has no
-    value below 2 ** -24, and small weights of very many keys may add up.
+    The largest weight is 1, or 2 ** 14 for float16 products, where `largest` is 14 less than the largest logit. With a largest
+    weight of 1, float16 would round weights below 2 ** -25 to 0, and the weights of very many such keys may have a large sum.
 
     Args:
         scores: float32 [rows, keys], logits in base 2 divided by `scale`; -inf where a row does not see a key.
-        scale: 1, a positive number, or a positive number for each row.
+        scale: positive, one number or one for each row.
         largest: float32 [rows], -inf before the first key.
     """
     tile_largest = tl.max(scores, 1) * scale

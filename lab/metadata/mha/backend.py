@@ -164,7 +164,7 @@ def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
     """Return call arguments that make each query row of a verification a request of its own: an encoder-only layer needs them,
-    because the decode call is causal. A row then sees the window of its request's last token (SGLang 0.5.23).
+    because the decode call is causal. As in SGLang 0.5.23, each row has the sliding window of its request's last token.
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(

@@ -133,7 +133,7 @@ def build_mha_metadata(
     mode                                    cache_seqlens            query rows per request   max_seq_len_q
     ======================================  =======================  =======================  ====================
     DECODE, IDLE                            seq_lens                 1                        1
-    draft step s: the same with a SpecInfo  seq_lens + s + 1         1                        1
+    draft step s: DECODE with a SpecInfo    seq_lens + s + 1         1                        1
     TARGET_VERIFY, q = num_tokens // bs     seq_lens + q             q                        q
     RAGGED_VERIFY                           seq_lens                 extend_seq_lens          max(extend_seq_lens)
                                             + extend_seq_lens
@@ -149,7 +149,8 @@ def build_mha_metadata(
 
     Column c of a page table has ``req_to_token[request, c * page_size] // page_size``, for the first ``ceil(cache_seqlens /
     page_size)`` columns, clamped to the table's width as in SGLang's fused kernel. Later cells are undefined in SGLang; here
-    they hold page 0, the sink. A length of 0 or below (a padded row) has no pages, but counts in ``cu_seqlens_k``.
+    they hold page 0, the sink. A padded row, whose length is 0 or negative, has no pages; the
+    running sum ``cu_seqlens_k`` adds its length unchanged.
 
     ``full_to_swa`` maps slots for the sliding-window table. If the map is wrong and has -1 for a slot of a request, the page is
     -1, as in the fused kernel (PR 29843). ``pool.v2p`` maps virtual pages for the full table. A virtual page that is not mapped
