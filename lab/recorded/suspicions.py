@@ -25,8 +25,8 @@ class RecordedInputs:
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Return sentences about suspicious inputs: scales of 0, rows of no request, a page that is the last one of two requests,
-        NaN in K or V.
+        """Return sentences about suspicious inputs: scales of 0, rows of no request, a page that is the last one of two
+        requests, NaN in K or V.
         """
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
