@@ -299,7 +299,8 @@ def test_a_literal_that_two_cases_prove_stays_in_a_rule_of_many_wrong_results() 
         (["sinks mask", "sinks mask k=1 q=2"], ["not mask"]),
         (["sinks mask k=1 q=2", "sinks mask k=1 q=3"], ["not mask"]),
         (["sinks mask k=1 q=2 x=3", "sinks mask k=1 q=3 x=3"], ["not mask"]),  # a value may need a second one
-        (["sinks mask k=1 q=2 x=3 y=4", "sinks mask q=2"], []),  # no variants: a negated condition may be chance
+        ([f"sinks mask {kind} y=4" for kind in ("q=2", "q=3", "x=2", "x=3")], []),  # negated, and without a variant
+        (["sinks mask", "sinks mask partial_page"], []),  # cases without parameters are no variants
         (["sinks mask k=1 contents=low", "sinks mask k=1 pages=once"], []),  # values that can hide the error
         (["sinks k=1 q=2"], []),  # only the parameter value tells it from the wrong cases
         (
@@ -343,6 +344,7 @@ def test_a_right_request_of_a_wrong_result_shows_no_missing_condition() -> None:
     numbers, rule = np.arange(40), (Literal("sinks", "is"),)
     of_results = sharpened(rule, units, numbers % 2 == 0, numbers, numbers.tolist())
     assert [str(literal) for literal in of_results] == ["sinks", "not mask"]
+    assert sharpened(rule, units, numbers % 2 == 0, numbers, (numbers // 2).tolist()) == of_results  # of one case
     assert sharpened(rule, units, numbers % 2 == 0, numbers // 2, numbers.tolist()) == rule
 
 
@@ -352,7 +354,8 @@ def test_a_rule_gets_at_most_four_conditions_and_each_feature_once() -> None:
     units = [*[{"sinks": True, "k=1": True}] * 20, *right]
     numbers = np.arange(len(units))
     assert len(sharpened((Literal("sinks", "is"),), units, numbers < 20, numbers, numbers.tolist())) == 4
-    lens = [*range(8, 28), 6, 7]
+    lens = [*[8, 9, 10] * 7, 6, 7]
     units = [{"kv_len": length, "k=1": True} | ({} if length > 7 else {f"q={length}": True}) for length in lens]
-    numbers, rule = np.arange(22), (Literal("kv_len", ">=", 5),)
-    assert sharpened(rule, units, numbers < 20, numbers, numbers.tolist()) == rule
+    numbers, rule = np.arange(23), (Literal("kv_len", ">=", 5),)
+    assert sharpened(rule, units, numbers < 21, numbers, numbers.tolist()) == rule
+    assert len(sharpened((Literal("k=1", "is"),), units, numbers < 21, numbers, numbers.tolist())) == 2

@@ -244,6 +244,7 @@ def test_bounds_are_compared_with_what_they_bound() -> None:
     most = ARGUMENTS[CONTEXT]["max_q_len"]
     assert "equal_bounds" not in read(CONTEXT)
     assert "equal_bounds" in read(CONTEXT, max_q_len=ARGUMENTS[CONTEXT]["max_kv_len"])
+    assert "equal_bounds" not in read(CONTEXT, max_q_len=ARGUMENTS[CONTEXT]["max_kv_len"] + 1)
     assert "loose_max_q_len" not in read(CONTEXT)
     assert "loose_max_q_len" in read(CONTEXT, max_q_len=most + 1)
 

@@ -14,7 +14,7 @@ from lab.checks.parameters.coverage import Coverage, Reach, coverage
 from lab.checks.parameters.models import MODELS
 from lab.checks.properties.check import Scope
 from lab.checks.properties.k01_oracle import CHECK as ORACLE
-from lab.checks.properties.k18_combinations import CHECK
+from lab.checks.properties.k18_combinations import CHECK, _varied
 from lab.checks.run.verdicts import CaseVerdict, CheckedResult, Judged
 from lab.workloads.interfaces import MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
@@ -145,6 +145,23 @@ def test_variants_of_a_wrong_case_change_one_parameter_and_right_ones_are_judged
     not_causal = next(case for case, each in zip(varied, changed, strict=True) if each == {"causal"})
     assert [case.seed for case in again if case.without_seed == not_causal.without_seed] == [4, 5]
     assert not any(is_wrong(case) for case in again)
+
+
+def test_a_wrong_case_has_at_most_twenty_variants_with_values_that_no_wrong_case_like_it_has() -> None:
+    function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
+    subject, groups = Configuration(function, {"offsets": "padding after"}), MODELS[function](Ranges()).axes["group"]
+
+    def values(axis: str, *wrong: Configuration) -> set[Any]:
+        found = [case[axis] for case in _varied(scope, subject, [subject, *wrong])]
+        return {each for each in found if each != subject[axis]}
+
+    assert len(_varied(scope, subject, [subject])) == 20
+    assert values("causal", Configuration(function, {"causal": False})) == {False}  # it lacks the padding
+    assert values("causal", Configuration(function, {"offsets": "padding after", "causal": False})) == set()
+    assert not values("contents") | values("bmm1_size") | values("bmm2_size")
+    middle = sorted(groups)[len(groups) // 2]
+    of_group = values("group", Configuration(function, {"offsets": "padding after", "group": middle}))
+    assert of_group == {min(groups), max(groups)} - {subject["group"]}
 
 
 WRONG_IN_K1 = AttentionCase(AttentionCall.DECODE, (9, 9000), (4, 4), window_left=3, sinks=True)
