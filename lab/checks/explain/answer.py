@@ -13,7 +13,7 @@ from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined, shortened
 from lab.workloads.interfaces import Interface
 
-SHOWN_CHARACTERS = 120  # of a sentence that says why the lab cannot judge a case
+SHOWN_CHARACTERS = 400  # of a sentence that says why the lab cannot judge a case, and what to install
 
 
 class NotJudged(NamedTuple):

@@ -9,7 +9,10 @@ from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome
 from lab.checks.explain.answer import NotJudged, answer, not_judged, reach
 from lab.checks.parameters.coverage import Coverage, Reach
+from lab.checks.run.judging import failure_of_the_lab
 from lab.checks.run.verdicts import Judged
+from lab.extras import sentence
+from lab.interpreter import _cure
 from lab.recorded.case import RecordedCase
 
 BOTH = ("sglang", "vllm")
@@ -116,6 +119,19 @@ def test_each_reason_says_because_of_whom() -> None:
     )
     assert reach(found, reasons[:1]) == "compared: 3 results of 1 case; 7 cases left out"
     assert list(not_judged(verdicts("R"), (), "", "the smoke level")) == []
+
+
+@pytest.mark.parametrize("cure", ["pip install 'numpy<2.4'", "pip install '.[triton]' in the lab's checkout"])
+def test_a_reason_of_the_lab_s_ends_with_what_to_install(cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package is missing, or two versions do not fit."""
+    monkeypatch.setattr("lab.interpreter.version", {"triton": "3.6.0", "numpy": "2.5.0"}.get)
+    numpys = "only 0-dimensional arrays can be converted to Python scalars"
+    reasons = (
+        failure_of_the_lab(f"not judged here, for Triton's interpreter cannot run it (TypeError: {numpys}): {_cure()}"),
+        sentence("graphs rebuild their metadata in Triton kernels: lab.kernels", ["triton"]),
+    )
+    found = [each for reason in reasons for each in verdicts("D", declines=(reason,), by_lab=True)]
+    assert any(each.full.endswith(f"{cure})") for each in not_judged(found, [], "", "the smoke level"))
 
 
 def test_the_first_line_says_how_narrow_a_kernel_is_and_stays_short() -> None:
