@@ -27,9 +27,7 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Raise ModuleNotFoundError if one of `packages` is not installed. The message says which packages `part`, such as "The
-    judge", lacks, and the pip command that installs them.
-    """
+    """Raise ModuleNotFoundError with the pip command if a package that `part`, such as "The judge", needs is not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(sentence(part, missing), name=missing[0])

@@ -112,8 +112,8 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if `changes` is empty, no `WATCHED` module or module of the lab was loaded after the record was made, and
-        the recorded modules and classes have no additional name.
+        """Return True if nothing changed since the record was made: `changes` is empty, no module of the lab or `WATCHED` was
+        loaded, and no name was added to a recorded module or class.
         """
         return self._sizes == self._sizes_now() and not self.changes()
 

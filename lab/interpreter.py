@@ -97,7 +97,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """What a kernel did with bf16 that Triton's interpreter computes otherwise than a GPU. `noting_bf16` sets the fields."""
+    """What a kernel did with bf16 that gives other results in Triton's interpreter than on a GPU. Set by `noting_bf16`."""
 
     computes: bool = False  #: computed on the bit patterns of bf16 values: errors of any size
     truncates: bool = False  #: truncated float32 to bf16, where a GPU rounds: errors of a few roundings

@@ -85,7 +85,7 @@ def releases(
 ) -> None:
     """Show which known failures (findings) each release of a package has, and the changes between releases.
 
-    A finding is "not reachable" in a release if none of the finding's cases is right or wrong by this finding in the release.
+    A finding is "not reachable" in a release if each of its cases is declined, not judged or wrong for another reason there.
     Exit status: 125 if the reports have different settings.
     """
     refuse_unreadable("not compared", *reports)

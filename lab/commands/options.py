@@ -180,7 +180,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the call "FOLDER#3", or the only call in "FOLDER". If there are several, end the command and print `hint`."""
+    """Return the third call for "FOLDER#3", the only call for "FOLDER". If it has several, end the command with `hint`."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():

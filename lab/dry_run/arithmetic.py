@@ -254,7 +254,7 @@ class _Attention:
             self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. Dims of its TMA descriptor: (head_dim, heads, groups, rows)."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. The heads are two dimensions of its TMA descriptor."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
@@ -275,7 +275,7 @@ class _Attention:
         return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
 
     def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the cache entries that a row of sparse MLA selects, float64 [entries, 1, head_dim]. V is a part of each."""
+        """Return the cache entries that a row of sparse MLA at `position` selects, float64 [entries, 1, K's head_dim]."""
         shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
         if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
             raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
@@ -289,7 +289,7 @@ class _Attention:
         return torch.cat((of_window, self._entries("tmaK_", indices[WINDOW_COLUMNS:])))
 
     def _entries(self, descriptor: str, indices: torch.Tensor) -> torch.Tensor:
-        """Return the entries at `indices` (-1: none) of the pool with this TMA descriptor, float64 [entries, 1, head_dim]."""
+        """Return the pool's entries at `indices`, but none for an index of -1, float64 [entries, 1, K's head_dim]."""
         tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
         indices = indices[indices >= 0].long()
         if not len(indices):
@@ -308,7 +308,7 @@ class _Attention:
         strides_bytes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the blocks at `indices` of a descriptor's outermost dimension, such as pages."""
+        """Return the blocks, such as pages, at `indices`. Block i begins i * strides_bytes[0] bytes after the first."""
         least, most = int(indices.min()), int(indices.max())
         address = tensor_map.address + least * strides_bytes[0]
         shape, strides_bytes = (most - least + 1, *block_shape), (*strides_bytes, dtype.itemsize)

@@ -122,7 +122,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the member names of the installed FlashInfer's struct `KernelParams`, in order, except its integer divisors."""
+    """Return the member names of FlashInfer's struct `KernelParams`, in order, without those of type `FastModDivInt32`."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)

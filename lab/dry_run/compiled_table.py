@@ -51,7 +51,7 @@ class JudgedShape:
 
 
 def judged(shape: Shape) -> str | None:
-    """Return the lab's reason for not supporting a kernel with these sizes and dtypes (`why_not`); None if it supports them."""
+    """Return the sentence with which the lab's rules refuse a call with these sizes and dtypes; None if they accept it."""
     sizes: dict[str, Any] = {
         "q_len": shape.q_len,
         "max_kv_len": shape.q_len,

@@ -107,7 +107,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return a kernel table as the file of the lab has it: xz-compressed text, one line `type name: value,value` per column."""
+    """Return the lab's file for a kernel table: xz-compressed text with one line `type name: value,value` per column."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -170,7 +170,7 @@ def _newest() -> tuple[KernelTable, dict[str, int]]:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of `flashInferMetaInfo.h` for a launcher that reads the columns `members`; missing columns are false."""
+    """Return the text of `flashInferMetaInfo.h`. Columns of `members` that the table lacks are added and have only false."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]

@@ -92,7 +92,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the passes that `lab dry-run` shows: `lab bench`'s default scenarios, the judge's forward modes."""
+    """Yield (name, case) of `lab dry-run`'s passes: `lab bench`'s default scenarios, and forward modes such as extend."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:

@@ -255,7 +255,7 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised query [num_rows, num_qo_heads, head_dim]. `form` names its strides, such as "fused"."""
+    """Return an uninitialised query [num_rows, num_qo_heads, head_dim]. `form`: its layout, such as "rows 4 elements apart"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)

@@ -57,7 +57,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct calls, one value per axis: each value with defaults elsewhere, full grids of `Model.triples`, random."""
+    """Yield distinct calls: with at most one non-default value, with all values of three axes (`Model.triples`), random."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

@@ -52,14 +52,14 @@ def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> Prepar
 def entries(
     kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready], kernel: Kernel | None = None
 ) -> tuple[Callable[..., Any], ...]:
-    """Return two functions: `<kind>_<name>` prepares a call of FlashInfer's function `<name>`, and `<name>` prepares the call
-    and runs it.
+    """Return two functions for FlashInfer's function `<name>`: `<kind>_<name>` prepares a call; `<name>` prepares and runs it.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and page tables
             (`lab.kernels.PlannedOnce`).
+        call_type: the class of the call, such as `lab.calls.DecodeCall`. It has the name.
         make_ready: takes a call that has query rows, and the call's checked arguments. It returns a function that runs the call
-            any number of times. Both returned functions have its docstring.
+            any number of times. The docstrings of both returned functions contain its docstring.
         kernel: the kernel that must support the call; None: `make_ready` checks the support.
     """
 

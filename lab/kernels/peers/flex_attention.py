@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row, int32 [batch entries of `flex_attention`, rows per entry]."""
+    """The request and the visible positions of each query row, int32 [entries of the batch, rows of an entry]."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows

@@ -250,7 +250,7 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from key `begin` on, with -inf where a row does not see a key."""
+    """Return a tile's scores, with -inf where a row does not see a key. `bounds`: (first key, end of the keys) of each row."""
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -282,7 +282,7 @@ def store_piece(
     state,  # (largest, denominator, sums [CONSUMER_ROWS, elements]) of a softmax
     piece,  # `Piece`
     heads,  # (K/V head, number of K/V heads)
-    place,  # of the piece's first tile in the sequence of work
+    place,  # of the piece's first tile; `key_shares` defines places
     share_places,  # number of places of a share
     terms,  # (sinks, scales, results, partials)
     FIRST_ROW: gl.constexpr,  # index in the block of the first row of `state`

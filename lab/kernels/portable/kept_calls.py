@@ -90,8 +90,8 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that repeats the launches of `call` with a later call's tensors (same cache key, order of `given`) and
-    keeps no tensor alive; None if a later call may need other launches. `given`: the tensors of `call`.
+    """Return a function that repeats the launches of `call` with the tensors of a later call with the same cache key. It takes
+    them in the order of `given`, the tensors of `call`, and keeps none alive. None: a later call may need other launches.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

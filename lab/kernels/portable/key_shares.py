@@ -60,7 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Divide keys among as many programs as the GPU runs at a time, each with at least `least_keys` keys (on a CPU: one)."""
+    """Divide keys into shares of at least `least_keys`: `q_blocks` programs per share fill the GPU. A CPU gets one share."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -144,7 +144,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the work of program `share`: (first place, end, places per program, request of the first place, first place of
-    this request). A place is a key tile of the batch, or stands for time to begin a request and K/V head.
+    this request). A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -167,9 +167,10 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return the work of program `number` in a batch of few requests: (first place, end, places per program, request of the
-    first place, first place of this request, index of the share, places of a request and K/V head). A place is a key tile. The
-    keys of each request and K/V head are divided into equal parts, one for each program. If lengths differ too much,
-    `begin_share` divides the keys, and the last number is 0.
+    first place, first place of this request, index of the share, places of a request and K/V head). A place is a key tile.
+
+    The keys of each request and K/V head are divided into equal parts, one for each program. But if lengths differ too much,
+    the work is that of `begin_share`, and the last item is 0.
 
     If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part is not
     counted (START_PLACES), because it is the same for every part. A program computes its request and part from its number, so

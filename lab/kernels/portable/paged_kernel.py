@@ -256,7 +256,7 @@ def _store(
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return the work of a program that reads all keys of one block of rows: (index of the block in the request, first place,
-    end, number of key tiles of a K/V head, request, 0). A place is a key tile of the request, counted head after head from 0.
+    end, key tiles of a K/V head, request, the request's first place: 0). A place is a key tile, counted head after head.
     If the program has no block, the end equals the first place.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch

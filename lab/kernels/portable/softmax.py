@@ -25,7 +25,7 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
     """Return an exponent p for each row of a query, float32 [rows], such that the row divided by 2 ** p fits DOT_DTYPE. Only a
     bf16 query with float16 products, whose range is smaller, needs p; otherwise return zero, [1].
 
-    The largest element of a divided row is in [2 ** 14, 2 ** 15), and float16 rounds to 0 at most 2 ** -39 of it.
+    The largest element of a divided row is in [2 ** 14, 2 ** 15). Elements of at most 2 ** -39 of it may become 0 in float16.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)

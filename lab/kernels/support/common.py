@@ -45,8 +45,9 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
-    """Return an error sentence about the first tensor whose address, or with `strides` one of its strides except the last, is
-    not a multiple of the bytes that a kernel loads at a time; else None. A side: (name, tensor or None, bytes, by default 16).
+    """Return an error sentence about the first misaligned tensor, else None. Its address must be a multiple of the bytes that a
+    kernel loads at a time; with `strides`, so must its strides except the last. `sides`: (name, tensor or None) of each tensor,
+    or (name, tensor or None, bytes) if the bytes are not 16.
     """
     for name, tensor, *given in sides:
         if tensor is None:

@@ -19,9 +19,7 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel supports, and the error sentences for all other dtypes, which may contain
-    `{q}`, `{kv}` and `{out}`.
-    """
+    """A kernel's (query, K/V, output) dtypes, and error sentences for other dtypes, with the fields `{q}`, `{kv}`, `{out}`."""
 
     triples: Triples
     queries: str  # the sentence for a query dtype that is not supported
@@ -67,7 +65,7 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return the rule that a call's pair of dimensions, called `names` in the error sentence, is one of `among`."""
+    """Return `Sizes` for a pair of dimensions that must be one of `among`. The error sentence calls the pair `names`."""
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 

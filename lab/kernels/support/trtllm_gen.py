@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return a text with the dtypes, head_dims, page sizes and masks of `built`, but only those that are False in `fits`."""
+    """Return a text with those of the dtypes, head_dims, page sizes and masks of `built` that a call does not fit."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
