@@ -224,9 +224,9 @@ def _addresses(
     begin: int = tuple.__basicsize__,
     size: int = struct.calcsize("P"),
 ) -> bytes | None:
-    """Return the addresses of all recorded objects as bytes, or None if a recorded name or closure variable was deleted. Equal
-    bytes mean that no object was replaced. This runs after every judged case: for speed, no Python function is called per
-    object.
+    """Return the present addresses of all recorded objects as bytes; None if a recorded name or closure variable was deleted.
+    Equal bytes mean that no object was replaced. The first five arguments say where the objects are (`Bindings`). This runs
+    after every judged case: for speed, no Python function is called per object.
     """
     found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
     try:

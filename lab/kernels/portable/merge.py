@@ -188,7 +188,7 @@ def with_piece(largest, denominator, sums, lse, part):
 
 @triton.jit
 def merged(
-    pieces,  # share numbers: (first of the request and K/V head; first that is merged, end, step between those merged)
+    pieces,  # numbers of shares: (first of the request and K/V head, first to merge, end of those to merge, step)
     block,  # (index of the block of rows in the request, number of such blocks of a request)
     rows,  # (index of the row in its block, True where the row exists)
     dims,  # indices of the elements of an output row that are merged
@@ -251,7 +251,7 @@ def merge_kernel(
     least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     q_blocks,  # blocks of rows of a request in the attention launch
-    batch_size,  # None: grid axis 0 is (request, K/V head), axis 1 its blocks of rows. Else: blocks of all rows, K/V heads
+    batch_size,  # None: the grid is (requests * K/V heads, blocks of a request, ...); else (all blocks, K/V heads, ...)
     num_kv_heads,
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,  # elements of an output row

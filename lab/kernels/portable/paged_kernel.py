@@ -234,7 +234,7 @@ def _store(
 ):
     """Write the result of a block of rows over the keys that the program has read: the output if these are all keys of the
     request and K/V head, else a partial result. With MERGED, the program that stores the last partial result merges all.
-    Without MERGED, the program that has read the first key writes `PartialResults.of_units` for the merge launch.
+    Without MERGED, the program that has read the first key writes, for the merge launch, which programs have partial results.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows

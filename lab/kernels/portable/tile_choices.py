@@ -39,7 +39,7 @@ SM100_PREFILL = {
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile of the paged kernel for requests of at most `num_packed_rows` rows (max_q_len * query heads per K/V
-    head).
+    head). `kv_bytes`: bytes of an element of K/V.
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its products, and tiles
