@@ -119,7 +119,9 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     assert "row 2 (request 2) head " in verdict.judged.wrongs[0]
 
 
-def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(dumps: Path) -> None:
+def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(
+    dumps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = listed(dumps)[0].path / "inputs.pt"
     inputs = torch.load(path, weights_only=True)
     inputs["kwarg_block_tables"][2, 1] = 99
@@ -133,7 +135,11 @@ def test_a_call_that_makes_no_sense_is_wrong_and_a_damaged_one_declined(dumps: P
     (alone,) = _judged(f"{dumps}#1", implementation=references).verdicts  # which did not make the arguments
     assert alone.outcome is Outcome.DECLINED
     assert "K page id 99" in alone.reason
-    assert any(line == f"not judged: {second.reason}" for line in details(_judged(dumps)))
+    report, line = _judged(dumps), f"not judged: {second.reason}"
+    assert second.reason in report.diagnosis.reach
+    assert line not in [*details(report)]
+    monkeypatch.setattr("lab.reports.judgement.SHOWN_REASON", len(second.reason) - 1)
+    assert line in [*details(report)]
 
 
 def test_a_call_that_did_not_return_has_failed(dumps: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_is_broken_stands_first(page: Page) -> None:
 def test_the_page_opens_with_the_answer(html: str) -> None:
     said = html.split("<section", 2)[1]
     assert "15 runs of the judge: 2 wrong, 2 failed, 8 known, 3 right." in said
-    assert "Fastest in 50 scenarios with several implementations, in 3 runs: " in said
+    assert "Fastest in 75 scenarios with several implementations, in 4 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert said.index("<b>known</b>: a result is wrong in a way that") < said.index('<span class="known">')
     titles = re.findall(r"<summary>(.*?) <span", html)
