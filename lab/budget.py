@@ -69,8 +69,8 @@ class Setting:
 
 
 class UnstoredRequests(NamedTuple):
-    """Decode requests before their K and V are rounded to the cache's dtype: query [requests, group, head_dim], float32 keys
-    and values [requests, keys, head_dim], and the scale of Q·K^T.
+    """Decode requests of one K/V head before K and V are rounded to the cache's dtype: query [requests, query heads, head_dim],
+    float32 keys and values [requests, keys, head_dim], and the scale of Q·K^T.
     """
 
     query: Tensor
@@ -83,8 +83,8 @@ class UnstoredRequests(NamedTuple):
 
 
 def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[UnstoredRequests]:
-    """Yield batches of random requests. All batches together have at least `elements` output elements, or fewer if they would
-    have more than `MOST_DRAWN` (2**28) numbers in queries, keys and values.
+    """Yield batches of random requests that have at least `elements` output elements in all; fewer if all queries, keys and
+    values together would have more than `MOST_DRAWN` (2**28) numbers.
     """
     size = (2 * setting.keys + setting.group) * setting.head_dim
     count = min(-(-elements // (setting.group * setting.head_dim)), max(MOST_DRAWN // size, 1))
@@ -156,7 +156,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return (arguments of the decode call, float64 output for the unrounded K and V, truth for the K and V in the cache)."""
+    """Return (arguments of the decode call, float64 output for the unrounded K and V, `Truth` for the stored K and V)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -172,7 +172,7 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the relative errors that the rounding of K and V, a right kernel (the control) and `kernel` make in one batch.
+    """Measure the relative errors of the rounding of K and V, of a simulated right kernel and of `kernel` in one batch.
 
     Args:
         atol, rtol: the tolerance of a test.
@@ -181,8 +181,8 @@ def budget(
     Returns a dict with the fields of the setting, and
         vectors: the number of output vectors.
         quantisation: the median relative error of a vector that the rounding of K and V to the cache's dtype makes.
-        kernel, bound: the control's median error, and the median of the judge's error bounds.
-        quantisation_over, kernel_over: the shares of the elements in which quantisation, or the control, exceeds the tolerance.
+        kernel, bound: the median error of the right kernel (not of `kernel`), and the median of the judge's error bounds.
+        quantisation_over, kernel_over: the shares of elements in which quantisation or the right kernel, exceeds the tolerance.
         given, given_worst: the median error of `kernel`, and its largest ratio of error to bound; absent without `kernel`.
     """
     call, original, truth = _solved(requests, setting)

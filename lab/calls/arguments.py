@@ -37,7 +37,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return `value` as an int. Raise an error that ends with `remedy` unless `value` is an int64 of at least `least`."""
+    """Return `value` as an int. Raise an error that ends with `remedy` unless it is an integer from `least` to 2**63 - 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -76,7 +76,7 @@ def check_query(query: object, dtypes: Sequence[torch.dtype] = QUERY_DTYPES) -> 
 
 
 def query_rows(call: Any, size_in_errors: str = "head_dim") -> torch.Tensor:
-    """Check the query of an MLA or DeepSeek-V4 call, and return it as [num_rows, num_qo_heads, head_dim]."""
+    """Return a checked MLA or DeepSeek-V4 query, [num_rows, num_qo_heads, head_dim]. Errors call head_dim `size_in_errors`."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"

@@ -48,8 +48,7 @@ def problem_of_rank(
     CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
-        argument: the argument that selects context parallelism, such as "enable_dcp=True"; "" if it is missing, which is an
-            error.
+        argument: what selects context parallelism, such as "enable_dcp=True". If it is "", raise ValueError.
         required: name of each restricted argument -> (allowed values, reason).
         uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
     """

@@ -78,8 +78,8 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Return (places, indices) for each of the `requests` of a sparse call. `places`, int64 [num_keys], are the pool indices of
-    the entries that at least one row of the request selects, each entry once, sorted. `indices`, int64 [q_len, num_columns],
-    has for each cell of the request's rows the index of the cell's entry in `places`, or -1 if the cell has no entry.
+    the entries that at least one row of the request selects, each once, sorted. `indices`, int64 [q_len, num_columns], says for
+    each row and column which element of `places` is selected; -1: none.
     """
     assert problem.selected is not None
     offsets, found = problem.row_offsets(), []

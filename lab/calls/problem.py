@@ -287,7 +287,7 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if offsets or `lengths` (keys of each request) are invalid. Errors call `max_kv_len` by `bound`."""
+    """Raise ValueError if `lengths` (keys per request) or offsets are invalid. `bound`: the name of `max_kv_len` in errors."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")

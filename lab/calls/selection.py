@@ -24,7 +24,7 @@ WINDOW_COLUMNS = 128  # of DSV4's call: entries of its window pool (FlashInfer 0
 
 
 class Names(NamedTuple):
-    """How error messages call the arguments of a sparse call, and the smallest number of columns that a row may use."""
+    """The names of a sparse call's arguments in error messages, and the smallest number of columns that a row may use."""
 
     table: str = "block_tables"  #: the tensor of selected entries
     lens: str = "sparse_mla_top_k_lens"  #: the tensor of the number of columns that each row uses

@@ -52,8 +52,8 @@ SHOWN_CHARACTERS = 1000  # of the sentence about a failed call
 
 
 class CallForm(NamedEnum):
-    """A way to call the attention function `<name>`: directly (WHOLE), or in two steps. In two steps, the implementation's
-    function `prepare_<name>` or `plan_<name>` returns a callable, which makes the call. The value of a member is this prefix.
+    """A way to call the attention function `<name>`: directly (WHOLE), or in two steps: the function `prepare_<name>` or
+    `plan_<name>` returns a callable, which makes the call. A member's value is the prefix, such as "plan_".
     """
 
     WHOLE = ""
@@ -175,8 +175,8 @@ class CaseRun:
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
         """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error if the call fails, or if
-        its result differs from `expected`: by more than the error bound of a `Truth`, or in any bit of a `Result`. Return the
-        result; None if the call failed, was refused or was skipped.
+        its result differs from `expected` (if given): by more than the error bound of a `Truth`, or in any bit of a `Result`.
+        Return the result; None if the call failed, was refused or was skipped.
 
         If the implementation refuses the call, record the refusal; raise Unsupported instead if the call is `needed`. Skip a
         call that is not `needed` if FlashInfer does not allow `changes` for the sparse or context-parallel call of the case.
@@ -197,7 +197,7 @@ class CaseRun:
         return result
 
     def expect_call(self, what: str, inputs: Inputs, expected: Truth | None = None) -> Result | None:
-        """Make a call, and record an error if it fails or if its result is wrong. Raise Unsupported if it is refused."""
+        """Make a call. Record an error if it fails or differs from `expected`, if given. Raise Unsupported if it is refused."""
         return self.vary(what, inputs, expected, True)
 
     @contextmanager
@@ -233,9 +233,9 @@ class CaseRun:
         return functools.update_wrapper(functools.partial(self.kernel.once, function), function)
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return an object with the implementation's attention functions, for the lab's engine code to call. The object also
-        has `prepare_<name>` if the implementation has it or, for the form PLANNED, if the implementation has `plan_<name>`.
-        Arguments that equal their default are not passed.
+        """Return an object with the implementation's attention functions, for the lab's engine code. With PREPARED and PLANNED,
+        it also has `prepare_<name>`, which calls the implementation's `prepare_<name>` or `plan_<name>`, if there is one. The
+        functions omit `window_left=-1`, and arguments whose value and default are None.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -252,7 +252,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features (named properties such as `kv_len`) of the next call, and keep them for errors of the call."""
+        """Return the features of the next call, such as `kv_len`, and keep them for errors. `case`: None for `self.case`."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -263,7 +263,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record what was compared, and a sentence in `wrongs` for each error. `kind` is the kind of data, such as "memory"."""
+        """Record the comparison `what`, and a sentence per error. `call`: the call's features; None for the last call's."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)

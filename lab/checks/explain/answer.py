@@ -26,11 +26,10 @@ class NotJudged(NamedTuple):
 def answer(
     verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool, left_out: int = 0
 ) -> str:
-    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." The line agrees with the exit
-    status.
+    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It fits the exit status.
 
-    If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged enough for
-    an answer: all cases (at the quick level most of them) and each function.
+    If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged each
+    function and all cases (at the quick level most of them). `left_out` is the number of planned cases that were not judged.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
@@ -109,8 +108,8 @@ def _of_cases(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], pr
 def _by_sender(
     verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
 ) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
-    """Return (names of engines, verdicts on the cases that they send). Engines share a group if they send the same cases, or if
-    the run left no case out and all cases of these engines are right.
+    """Return tuples (names of engines, verdicts on the cases that they send). Engines share a tuple if they send the same
+    cases, or if the run left no case out and all cases of these engines are right.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
     for key in engines:

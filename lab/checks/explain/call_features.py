@@ -120,7 +120,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return these features together with those of the engine's pass. If both have a feature, the pass's is used."""
+        """Return these features and those of the engine's forward pass, `of_case`, which replace equally named ones."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)

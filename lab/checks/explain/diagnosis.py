@@ -157,8 +157,9 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "", *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts. `answer` and `reach` are the lines that `lab.checks.explain.answer` writes.
-    Known failures and declined cases are not diagnosed. If a verdict is dishonest, the diagnosis has only the answer.
+    """Return the diagnosis of a run's verdicts, without known failures and declined cases. `answer` and `reach` are the lines
+    that `lab.checks.explain.answer` writes. `is_whole` is False if the run left cases out. If a verdict is dishonest, the
+    diagnosis has only the answer.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -224,7 +225,7 @@ class _Units(NamedTuple):
         return int((self.results_with(self.wrong) & ~explained).sum())
 
     def vacuous_with(self, rule: Rule) -> Bits:
-        """Return which results have no unit and have a request for which the rule holds, bool [results]."""
+        """Return which results have no unit (all requests are ignored) and a request for which the rule holds."""
         found = ~self.results_with(np.ones(len(self.features), dtype=bool))
         for number in np.flatnonzero(found).tolist():
             _, result = self.results[number]
@@ -264,7 +265,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
-    """Return the features of requests that show nothing: "no_rows"; also "no_keys", unless a request without keys is wrong."""
+    """Return the features of requests to ignore: "no_rows", also "no_keys" unless a request without keys is wrong."""
     of_requests = (each for _, result in results if result.held == held for each in result.requests)
     is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")

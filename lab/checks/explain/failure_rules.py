@@ -87,10 +87,11 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return a rule without the literals (tests of one feature) for which there is little evidence.
 
-    A literal stays if two cases prove it: a wrong case inside the rule, and a right case that lacks one of its parameter values
-    and fails only this literal. Of the other literals, those are removed that exclude few results: fewer than `FEW` results if
-    the rule has fewer than `FEW` wrong results, else fewer right results than `SHOWN_RIGHT` per wrong result. A rule also keeps
-    at most as many of them as it has wrong results. `result_of`, int [units], is the index of each unit's result.
+    A literal stays if two cases prove it: a wrong case for which the rule holds, and a right case that lacks just one of the
+    wrong case's parameter values, and for which only this literal is false. Another literal is removed if it excludes few
+    results: fewer than `FEW` if the rule has fewer than `FEW` wrong results, else fewer right results than `SHOWN_RIGHT` per
+    wrong result. In a rule with n wrong results, all literals after the first n must be proved. `result_of`, int [units], has
+    each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -124,11 +125,11 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits, cases: Sequence[int]) -> Rule:
-    """Return a rule with the conditions that right cases inside show to be missing, at most `MOST_LITERALS` literals in all.
+    """Return a rule with further literals (tests of one feature) that exclude right results, at most `MOST_LITERALS` in all.
 
-    A variant is a right case that has one parameter value more or less than a wrong case inside. A literal is added if it holds
-    for all wrong units inside, and the right cases that it excludes, variants most of all, are worth its cost. A literal that
-    excludes no variant is not negated. `result_of`, int [units], has each unit's result.
+    A literal is added if it holds for all wrong units of the rule, and the right cases that it excludes are worth its cost.
+    Variants are worth most: right cases with one parameter value more or less than a wrong case. A literal with another
+    operator than "is" or ">=" must exclude a variant. `result_of`, int [units], has each unit's result.
     """
     inside = np.flatnonzero(all_hold(rule, units))
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
@@ -256,7 +257,7 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule of one condition for all wrong units; () if it may exclude its right units by chance."""
+        """Return the cheapest rule of one condition for all wrong units; () if it may leave right units out by chance."""
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:

@@ -66,17 +66,17 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield groups of calls for which kernels have separate code, if the model permits them; none for a metadata builder.
+    """Yield groups of calls for which kernels have separate code, if the model permits them; not for metadata builders.
 
     Four groups have one query row per request, and four have several rows per request:
-    1. A request has thousands of keys. At most two axes (`FEW`) differ from their default: axes of `DECISIVE`, which decide
-       which keys a row sees, except those of `OWN_CODE`. A model without axes of `OWN_CODE` has no group 1.
-    2. As group 1, but including the axes of `OWN_CODE`, such as "mask".
-    3. A request has thousands of keys. At most four axes (`SEVERAL`) differ from their default, none of them in `DECISIVE`.
+    1. A request has thousands of keys. At most two parameters (`FEW`) differ from their default. They are in
+       `DECISIVE` (they decide which keys a row sees), not in `OWN_CODE`. A model without any of `OWN_CODE` has no group 1.
+    2. As group 1, but the two parameters may be in `OWN_CODE`, such as "mask".
+    3. A request has thousands of keys. At most four parameters (`SEVERAL`) not in `DECISIVE` differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
 
-    A model with the axis "causal" has one more group: non-causal calls with fewer keys than rows. In all groups, several query
-    heads share a K/V head if the model has such values.
+    A model with the parameter "causal" has one more group: non-causal calls with fewer keys than rows. In all groups, several
+    query heads share a K/V head if the model has such values.
     """
     axes = model.axes
     if "longest_request" not in axes:  # a metadata builder

@@ -110,7 +110,9 @@ class Model:
         vacuous: Group = frozenset(),
         apart: tuple[Group, ...] = (),
     ) -> "Model":
-        """Make a model without duplicate values of an axis, and without rules and triples that name an axis not in `axes`."""
+        """Make a model without duplicate values of an axis, and without rules and triples that name an axis not in `axes`. All
+        arguments are fields of the model.
+        """
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -252,9 +254,9 @@ class Model:
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
         """Yield the values, pairs and declared triples of values that a call with a point's values tests. Usually these are all
-        that the point contains. If the point has a value of `vacuous` (the call computes nothing) or of a group in `apart`
-        (kernels have separate code, as for an NVFP4 cache; None: the model's groups), yield only combinations that contain a
-        value of each such group.
+        that the point contains. But with a value of `vacuous`, the call computes nothing, and for each group of values in
+        `apart` (None: the model's groups), kernels have separate code, as for an NVFP4 cache. If the point has values of such
+        groups, all combinations that are yielded contain a value of each of them.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}

@@ -118,9 +118,7 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set in `kv_lens` the numbers of keys of the requests that the value `of["longest_request"]` selects: alternately
-    `longest()` keys and half as many.
-    """
+    """Give the requests that `of["longest_request"]` selects alternately `longest()` keys and half as many, in `kv_lens`."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 

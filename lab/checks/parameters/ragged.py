@@ -265,9 +265,7 @@ RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host
 
 
 def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:
-    """Yield cases for graph replays: `count` cases of short requests, and then for each number in `longest` a case that has a
-    request with this number of keys.
-    """
+    """Yield cases for graph replays: `count` with short requests, then one per number in `longest`, the keys of a request."""
     dtypes = [dtype for dtype, _ in ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
     for number in range(count):
@@ -280,8 +278,8 @@ def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterat
 def redrawn_ragged(
     case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
 ) -> RaggedInputs:
-    """Return the tensors of a case for a graph replay, with the lengths `lens`, sinks and LSE. `seed` and `moved` select the
-    data: a ragged call has no pages that could move.
+    """Return the tensors of a case for a graph replay, with the lengths `lens`, sinks and LSE. `seed` and `moved` change the
+    seed of the data: a ragged call has no pages that could move.
     """
     prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
     drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)

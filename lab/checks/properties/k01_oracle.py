@@ -64,8 +64,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[AttentionCase]:
-    """Yield variants of the simplest wrong case (of check K1, if it has one), each without one unusual property, or with fewer
-    requests. The verdicts show which property makes the case wrong. Yield none if check K18 has a wrong case or no case.
+    """Yield variants of the simplest wrong case (of K1 if possible), each without one unusual property or with fewer requests,
+    to show what makes it wrong. Yield none if K18 has no case, or a wrong case, which K18 varies itself.
     """
     of_k18 = [verdict.outcome for verdict in verdicts if verdict.check == "K18"]
     wrong = [verdict for verdict in verdicts if verdict.outcome in BROKEN]

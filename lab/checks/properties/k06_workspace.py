@@ -62,7 +62,9 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, has_counters: bool) -> Tensor:
-    """Repeat a call with NaN and with large values in its scratch memory. Return this memory. Expect the bits of `first`."""
+    """Repeat a call with NaN, and again with large values, in its workspace except the counters. Expect the bits of `first`.
+    Return the part of the workspace that was filled.
+    """
     scratch = scratch_of(call.given["workspace_buffer"], has_counters)
     for what in filled(scratch):
         run.expect_equal_bits(what, run.again(call), first)
@@ -70,7 +72,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, has_counter
 
 
 def scratch_of(workspace: Tensor, has_counters: bool) -> Tensor:
-    """Return the bytes after a workspace's counters; all bytes if it has no counters and the kernel used the first bytes."""
+    """Return a workspace after its counters; all of it if it has none and the kernel wrote into the bytes for them."""
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not has_counters and semaphores.any() else scratch
 

@@ -109,7 +109,9 @@ def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iter
 def _left_in_circumstances(
     chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases with judged values in circumstances (such as long requests) in which these values were not judged yet."""
+    """Yield cases with judged values in circumstances (such as long requests) in which these values were not judged yet. At
+    most `chosen` values of a case are not defaults (None: as many as the circumstance permits).
+    """
     model = _model(scope)
     taken = model.only(tuples_by_outcome(model, verdicts)[0])
     for each in () if taken is None else circumstances(taken):
@@ -121,16 +123,14 @@ def _left_in_circumstances(
 
 
 def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases with the pairs and triples of values that have no judged case yet, though each value alone has one."""
+    """Yield cases with pairs and triples of judged values that no judged case has. At most `chosen` values are not defaults."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         yield from _new_cases(scope, taken.covering(scope.ranges.seed, goals, chosen), verdicts)
 
 
 def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each pair or triple of parameter values that no judged case has together, if judged cases have each of
-    these values. All other parameters of the case have their defaults.
-    """
+    """Yield a case, otherwise with defaults, for each pair or triple of judged values that no judged case has together."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         left = set(goals)  # a triple gets no case if one of its pairs gets one
@@ -193,9 +193,10 @@ def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Ite
 
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that show the diagnosis which values make a case wrong: cases that are simpler than the simplest wrong cases.
-    If no such case is new, yield few cases that keep the unusual values of a simplest wrong case and together have all values
-    of the other axes. If no case of this check is wrong, yield cases with the values of other checks' wrong results.
+    """Yield new cases that show which values make a case wrong. The first of these kinds that is not empty is yielded: simpler
+    variants of the simplest wrong cases; cases that keep all unusual values of one of these and vary all others; cases with one
+    other value; right cases that differ from one of these in one value, with other seeds. If no case of this check is wrong,
+    yield cases with the values of other checks' wrong results.
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
@@ -257,7 +258,7 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
     """Return at most `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
-    the same non-default values has: any value if all these wrong cases have one value, else the smallest or largest number.
+    the same non-default values has. If such cases have several values of it, try only its smallest and largest number.
     """
     model, left = _model(scope), list[list[Configuration]]()
     like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]
@@ -273,9 +274,7 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return the `MOST_SUBJECTS` cases with the fewest non-default values. Leave out a case whose non-default axes include all
-    those of a simpler case in the result.
-    """
+    """Return the `MOST_SUBJECTS` cases with the fewest non-default values; none has all non-default axes of another."""
     chosen = list[Configuration]()
     for case in sorted(cases, key=lambda case: len(case.non_default)):
         if not any(each.non_default.keys() <= case.non_default.keys() for each in chosen):
@@ -284,8 +283,8 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield simpler variants of a wrong case. Each has a simpler value of one parameter. If the variant's repr is in `wrong`,
-    because it was judged wrong, also yield the combination of all such values so far.
+    """Yield simpler variants of a wrong case, each with a simpler value of one parameter. For the first variant of a parameter
+    whose repr is in `wrong`, because it was judged wrong, also yield a case with all these simpler values found so far.
     """
     together = subject
     for axis in subject.point:

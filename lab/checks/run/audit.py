@@ -58,8 +58,8 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
-    """Judge some right cases of each function again, and yield the new verdicts. After the run's time is over (`is_over`),
-    judge one case per function that the lab can judge. If the lab can judge no case of a function, its last verdict is FAILED.
+    """Judge some right cases of each function again, and yield the new verdicts. After the run's time is over (`is_over`), stop
+    as soon as one case of the function was judged. If the lab was able to judge none of them, the last verdict is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = is_prevented = False

@@ -270,7 +270,8 @@ class KernelCalls:
 
     def make(self, prefix: str, interface: AttentionCall, arguments: Arguments, of_engine: bool = False) -> Any:
         """Make a call, with equivalent arguments if it is refused, and return what the function returned. If `prefix` is
-        "prepare_" or "plan_", return a callable that makes the call. If `of_engine`, omit arguments with default values.
+        "prepare_" or "plan_", return a callable that makes the call. If `of_engine`, omit `window_left=-1`, and arguments whose
+        value and default are None.
         """
         function = self.offered(prefix + interface.value, Unsupported if of_engine else KernelError)
         once = functools.partial(self.once, function)
@@ -298,8 +299,8 @@ class KernelCalls:
     ) -> Any:
         """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
-        If all calls are refused, raise the refusal of the last call that left out only arguments without effect on the result.
-        A refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
+        If all calls are refused, raise the refusal of the last call that omits no argument with an effect on the result. A
+        refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
         (`by_engine`), the repeated call may omit `out`, and its result is copied into `out`.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))

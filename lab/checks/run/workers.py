@@ -155,7 +155,7 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Return the judgement `work(*arguments)` of a process without the kernel's code; FAILED if it raises an error."""
+        """Run `work(*arguments)` in a process without the kernel's code. Return its judgement; FAILED if it raises an error."""
         for _ in range(2):  # a kernel may have ended the process that forks all workers
             try:
                 if self._pool_without_kernel is None or not self._pool_without_kernel.active:
