@@ -24,8 +24,8 @@ class LoadError(ImportError):
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return True if `error` is a KeyboardInterrupt that Ctrl-C caused. Worker processes ignore Ctrl-C, so that there a kernel
-    must have raised the KeyboardInterrupt: return False.
+    """Return True if `error` is a KeyboardInterrupt that Ctrl-C caused. The result is False in a process that ignores Ctrl-C,
+    such as a worker process: there the kernel's own code has raised the KeyboardInterrupt.
     """
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
@@ -120,8 +120,8 @@ def place_of(name: str, folder: Path) -> str:
 
 def last_report(kernel: str, part: str = "") -> Path | None:
     """Return the path at which the user's cache keeps the last report about a kernel; None if the cache is not writable.
-    Reports with different values of `part`, such as "invariance", have different paths. The file's name contains a digest of
-    the kernel's location, because two kernels may have the same name.
+    `part` distinguishes several reports about the kernel, such as "invariance"; "" is the judge's report. The file's name has a
+    digest of the kernel's location, because two kernels may have the same name.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:

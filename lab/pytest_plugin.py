@@ -114,7 +114,7 @@ def _workers(name: str, config: pytest.Config) -> Any:
 
 
 class JudgedKernel(pytest.Collector):
-    """A pytest collector that has the tests of one kernel: one for each check of each of its functions (`offered`)."""
+    """A pytest collector that has the tests of one kernel: one for each check of each function in `offered`."""
 
     def __init__(self, *, ranges: Ranges, offered: list[Interface], **node: Any) -> None:
         super().__init__(**node)

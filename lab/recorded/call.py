@@ -45,7 +45,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Raise RecordingError if `path` is no regular file, or if the code in the `with` block finds that the file is damaged."""
+    """Raise RecordingError if `path` is no regular file. Turn errors of the `with` block about a damaged file into this one."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Convert the JSON of an argument in FlashInfer's recorder. Raises RecordingError if it has a type but no value."""
+    """Return the value of the argument `name` from its JSON in FlashInfer's recorder. RecordingError: it has only the type."""
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
             return tensors[key]

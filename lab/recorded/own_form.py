@@ -163,8 +163,8 @@ def _restored(archive: ZipFile, layouts: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sorted ids of the pages that a call reads (int64), and the page table with positions in them instead of ids,
-    both on the CPU. Ids outside the pool are not changed. Cells that the call does not read become 0.
+    """Return (sorted ids of the pages that a call reads, page table in which each id is replaced by its index among them). Both
+    are on the CPU, the sorted ids int64. Ids outside the pool are not changed. Cells that the call does not read become 0.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]

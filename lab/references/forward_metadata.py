@@ -153,8 +153,8 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return (number, pages) of a request's tokens that one rank of decode context parallelism has. Position p belongs to rank
-    p % size. A page holds ``page_size / size`` tokens of each rank.
+    """Return (number, page ids) of the tokens of a request that one rank of decode context parallelism has. `keys` is the
+    request's length, `row` its row of ``req_to_token``. Rank p % size has position p: ``page_size / size`` tokens per page.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -222,13 +222,13 @@ def dsv4_forward_metadata(
     """Return the expected metadata of one forward pass of DeepSeek-V4, in any mode except DRAFT_EXTEND.
 
     The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
-    compressed entries of its request. The page id of an entry is the page id of its tokens; pages of the compressed pool have
-    fewer entries. If an entry represents 4 or 128 tokens, a row without compressed entries has one column with -1.
+    compressed entries of its request. The compressed pool has the page ids of the token pool, and pages of
+    ``page_size / compress_ratio`` entries. At the ratios 4 and 128, a row without compressed entries has one column with -1.
 
     Args:
         compress_ratio: number of tokens that a compressed entry represents; 0: there are no such entries.
-        topk_indices: int [num_rows, index_topk]: compressed entries, by their index in the request. A row may see the n entries
-            without a token after the row, and uses the first n of its indices. None: a row uses all n entries.
+        topk_indices: int [num_rows, index_topk]: the selected compressed entries, by their index in the request. If a row sees
+            n complete groups of tokens, only its first n indices are used. None: each row uses all its n entries.
     """
     mode, rows, lasts = batch.forward_mode.name, list[tuple[int, int]](), list[int]()
     for i, request in enumerate(batch.req_pool_indices.tolist()):
@@ -263,8 +263,8 @@ class BlockSparseForwardMetadata:
 def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
     """Return the expected metadata of one decode or target verify of MiniMax-M3. In the call each query row is a request.
 
-    `seq_lens` counts the tokens that a row sees: those of the row's page up to the row, and those of at most 15 earlier pages;
-    1 for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16]: pages of the row's request, -1 for none.
+    `seq_lens` counts the tokens that a row sees: those up to the row in its own page, and all of at most 15 earlier pages; 1
+    for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16]: page table columns of the row, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]

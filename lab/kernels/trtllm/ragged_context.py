@@ -29,8 +29,8 @@ def prepare_ragged(call: RaggedContextCall, problem: RaggedAttention) -> Prepare
 
     `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
     support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
-    stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Separate launches write rows without keys,
-    unless the host knows that there are none: Q and K/V have the same tensor of offsets, or all lengths are on the host.
+    stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Further launches write the results of rows
+    that see no key. They are left out if Q and K/V have the same offsets tensor, or if lengths on the host show no need.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
@@ -44,7 +44,7 @@ def prepare_ragged(call: RaggedContextCall, problem: RaggedAttention) -> Prepare
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host knows that every row sees a key, or that FlashInfer writes the rows without keys."""
+    # True if, as far as the host knows, a row sees no key and FlashInfer does not write its result.
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()

@@ -112,7 +112,8 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return (request, seen, is_padding), each ``[num_rows]``: the index of each query row's request (of a padding row: the
-    last request); the number of tokens up to the row's own token, as MLA counts them; True for a padding row.
+    last request); the number of tokens up to the row's own token, in a draft step without the drafted tokens, as in SGLang's
+    MLA backend; True for a padding row.
     """
     keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:

@@ -268,8 +268,8 @@ def splits_mixed_tail(
 ) -> bool:
     """Return True if SGLang's `forward_extend` computes the one-token requests at the end of an extend batch by a decode call.
 
-    `query_dtype` is e4m3 if the engine casts the query for an e4m3 cache. `is_decoder`: the layer is causal self-attention
-    (``AttentionType.DECODER``).
+    `query_dtype` is e4m3 if the engine casts the query for an e4m3 cache. `prefills_with_fmha_v2`: the context call runs
+    fmha_v2, not trtllm-gen. `is_decoder`: the layer is causal self-attention (``AttentionType.DECODER``).
     """
     return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)
 

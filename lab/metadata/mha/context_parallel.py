@@ -66,7 +66,7 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
 
     The new tokens of a request are cut into ``2 * num_ranks`` blocks. The first blocks may be longer by 1. In the call, a block
     is a request whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a
-    request. All prefixes count as 0 if `extend_prefix_lens_cpu` is None (in SGLang: `seq_lens_cpu`).
+    request. If `extend_prefix_lens_cpu` is None, no request has a cached prefix. SGLang decides this by `seq_lens_cpu`.
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)

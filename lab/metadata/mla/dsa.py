@@ -60,8 +60,8 @@ class DSAMetadata:
     max_seq_len: int  #: an upper bound of the tokens of one request, computed on the host
 
     def places(self, topk_indices: Tensor) -> Tensor:
-        """Return the cache index, page * page_size + offset, of each selected entry, then -1: int32 ``[num_rows, top_k rounded
-        up to 4]``.
+        """Return the cache index, page * page_size + offset, of each selected position; -1 for none: int32 ``[num_rows,
+        columns]``, where the columns are `top_k` rounded up to a multiple of 4.
 
         `topk_indices`, ``[at most num_rows, top_k]`` int32, has the positions that the model's indexer selected in the row's
         request, and -1 for none. For missing rows nothing is selected.

@@ -97,7 +97,7 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a DeepSeek-V4 call: each query row's number of visible tokens, last 128 tokens, and request's pages."""
+    """The metadata of a DeepSeek-V4 call, per query row: number of visible tokens, cache indices of the last 128, and pages."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, cache indices of the row's token and of the 127 tokens before it, newest first; then -1
@@ -203,7 +203,7 @@ def check_dsv4(pool: KVPool) -> None:
 
 
 def _whole_tiles(rows: Tensor, value: int) -> Tensor:
-    """Return an int32 copy of `rows`. In memory, rows of `value` follow up to a multiple of 64: the kernel reads them too."""
+    # An int32 copy, followed in memory by rows of `value` up to a multiple of 64 rows: the kernel reads whole tiles.
     num_rows = -(-len(rows) // TILE_ROWS) * TILE_ROWS
     tiles = torch.full((num_rows, *rows.shape[1:]), value, dtype=torch.int32, device=rows.device)
     tiles[: len(rows)] = rows

@@ -146,7 +146,7 @@ def build_mla_decode_metadata(
     mode                                    seq_lens_k                                          max_seq_len_k
     ======================================  ==================================================  =====================
     DECODE, IDLE                            seq_lens                                            max(seq_lens)
-    draft step s: the same with a SpecInfo  seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  max(seq_lens_k)
+    draft step s: DECODE with a SpecInfo    seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  max(seq_lens_k)
     TARGET_VERIFY, q = num_tokens // bs     seq_lens + q                                        max(seq_lens_k)
     RAGGED_VERIFY, d = num_draft_tokens     seq_lens + d                                        max(seq_lens_k)
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
@@ -280,8 +280,8 @@ def allocate_multi_ctas_kv_counters(
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
     """Return the largest of the batch's ``seq_lens_cpu``; without this list, the pool's ``max_context_len``. In a ragged
-    verification each length also counts the request's query rows, or ``num_draft_tokens``, because SGLang 0.5.23 adds the rows
-    to the host's list (`dspark_verify.py`).
+    verification the request's query rows are added to each length, as in SGLang 0.5.23 (`dspark_verify.py`). If the host does
+    not know their numbers, ``num_draft_tokens`` is added.
     """
     lens = batch.seq_lens_cpu
     if lens is None:

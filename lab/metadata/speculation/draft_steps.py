@@ -144,8 +144,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     """Check the batch. Return the metadata buffers of all draft steps and a function `write` that fills them. A CUDA graph can
     capture `write`.
 
-    A frozen-KV draft, which writes no K/V, takes a batch of `frozen_kv_batch`. If the batch has no ``seq_lens_cpu``, a step's
-    ``kv_indices`` is the step's whole row of the buffer.
+    For a frozen-KV draft, which writes no K/V, `batch` must be the result of `frozen_kv_batch`. Without ``seq_lens_cpu`` the
+    length of a step's ``kv_indices`` is not known: it is the step's whole row of ``buffers.kv_indices``.
     """
     check_pool(draft, pool)
     if batch.forward_mode.query_rows is not QueryRows.ONE:

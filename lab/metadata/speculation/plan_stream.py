@@ -300,8 +300,8 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Plans the verification of chains (top-k 1). Query rows are causal, so no part of the plan depends on the draft. SGLang's
-    draft fills `verify_mask` while it builds a tree, but no kernel reads it. None: the draft allocates the mask.
+    """Plans the verification of chains (top-k 1). Query rows are causal, so no part of the plan depends on the draft. The draft
+    may fill `verify_mask`, as SGLang's does, but no kernel reads it. If `verify_mask` is None, the draft allocates a mask.
     """
 
     fix_up = FixUp.NONE

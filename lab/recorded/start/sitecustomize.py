@@ -14,7 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """An import hook that starts the recorder after a recorded package has been imported for the first time."""
+    """An import hook that starts the recorder after the first import of a package whose calls are recorded."""
 
     running = 0  # number of modules of the root packages whose import has not ended
 
