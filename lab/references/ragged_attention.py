@@ -14,8 +14,8 @@ from lab.references.softmax_attention import Rules, rounded, solved_requests
 @takes(RaggedContextCall)
 @with_own_settings
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention of each request's query rows over contiguous K/V in float64: over the new tokens of an MLA prefill
-    before absorption, or over a chunk of their prefix.
+    """Compute attention over contiguous K/V in float64. An MLA prefill with up-projected K and V (no absorbed weights) makes
+    this call over the new tokens, and over chunks of the cached prefix.
 
     The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.RaggedContextCall` documents. In
     addition, `out` may be float64, so that the result is not rounded, and head_dims may have any size. Wrong arguments raise an
@@ -29,7 +29,7 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, LSE in base 2 or None), computed in float64 and rounded once. Padding rows: output zero, LSE -inf."""
+    """Return (output; LSE in base 2, None if the call has none), rounded from float64. Padding rows: output 0, LSE -inf."""
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()

@@ -55,7 +55,7 @@ class Rules(Softmax):
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
         """Return the rules (scales, mask, window, sinks, dtypes) by which a problem's output is computed. If `arithmetic` is
-        None, it is the query's dtype, with float32 in place of float64.
+        None, it is the query's dtype, with float32 in place of float64. `shown` is a draft mask of each request.
         """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
@@ -84,7 +84,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Te
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous `values` in float32 or float64. On a CPU a table converts e4m3, because torch is slower."""
+    """Return contiguous `values` in float32 or float64. On a CPU a lookup table converts e4m3: torch is slower."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -197,10 +197,9 @@ def attention_by_tiles(
 
 
 def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write `left @ right` to `out`. On a CPU a strided view gets a copy, because torch would write one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
-    else:
+    else:  # a strided view on a CPU, to which torch.bmm would write one matrix at a time
         out.copy_(torch.bmm(left, right))
 
 
@@ -340,8 +339,8 @@ def solved_requests(
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
-            base 2, float64 [rows, num_qo_heads]; control, float32; the two bounds of `skippable`). Without `with_control` the
-            last two are None.
+            base 2, float64 [rows, num_qo_heads]; output in low precision by `unchecked_eager_attention`, float32; the two
+            bounds of `skippable`). Without `with_control` the last two are None.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]

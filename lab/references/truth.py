@@ -46,7 +46,7 @@ def truth_of_selected(query: Tensor, histories: Sequence[History], selected: Seq
 
 
 def with_requests(truth: Truth, q_lens: Sequence[int]) -> Truth:
-    """Return a `Truth` of the same rows in which request i has the next `q_lens[i]` rows. In `truth` each row is a request."""
+    """Return `truth` with other requests: its first `q_lens[0]` rows are of request 0, the next `q_lens[1]` of request 1."""
     return replace(truth, request_of_row=requests_of_rows(q_lens, truth.expected.device))
 
 
@@ -54,7 +54,7 @@ def truth_of_heads(
     query: Tensor, histories: Sequence[History], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
     """Return the expected results of a block-sparse call, in which each K/V head sees only the keys where `seen` is True: bool
-    [kv_len, num_kv_heads] per request. A head's query rows are the newest tokens of the keys that the head sees.
+    [kv_len, num_kv_heads] per request. For a head, a request has only these keys. Its query rows belong to the last of them.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []

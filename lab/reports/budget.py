@@ -25,7 +25,7 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
 
 
 def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:
-    """Return a report with the verdict on a failed test, without a table. Its JSON has the arguments of the test (`asked`)."""
+    """Return a report that says whether a failed test is noise or a bug, and why. Its JSON has the test's numbers (`asked`)."""
     record = {"verdict": answer.verdict, "reason": answer.reason, **answer.numbers, "asked": dict(asked)}
     below = f"simulated: {setting}", f"{answer.verdict}: {answer.reason}"
     return TableReport((), make_table({}, ()), below, record, STATUS[answer.verdict])

@@ -44,7 +44,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How the verdict on a case changed. Tables list the changes in the members' order. `style` is the style of a cell."""
+    """How the verdict on a case changed, in the order of tables. `style` is the style of the table cell that shows it."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -203,7 +203,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Say in a sentence which parameter values the cases with this change have, and right cases do not have."""
+    """Say which parameter values the changed cases have, and right cases of one report (`after` if newly wrong) lack."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [

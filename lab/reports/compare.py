@@ -77,7 +77,7 @@ def compare(
     Args:
         by: (field, first value, second value), such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm"): rows
             of one run with the first value are compared with those with the second one. `after` must then be None.
-        strict: an UNSURE row also gives exit status 1.
+        strict: the exit status is 1 also if a row is UNSURE, not only if a row is SLOWER or missing.
 
     Raises:
         RecordedFileError: a path holds no recorded run.

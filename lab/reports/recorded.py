@@ -99,7 +99,7 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return a group for each work that was timed on the GPU: the rows of all implementations, the fastest first."""
+        """Return for each scenario and setting with GPU times a list of (row, speed against the fastest), the fastest first."""
         found = grouped(
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)

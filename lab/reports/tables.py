@@ -116,7 +116,7 @@ def make_table(
     """Make a table with one row per record. Columns that are empty in every row are omitted.
 
     A column with the same text in every row is moved to `Table.common` if its heading is in `say_once`. If `say_once` is None,
-    any such column is moved, provided that there are at least two records.
+    any such column is moved, provided that there are at least two records. `left_out` is stored as `Table.left_out`.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
@@ -193,7 +193,7 @@ def markdown_of(table: Table) -> str:
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> Any:
-    """Convert the shown columns and rows to a table of the package rich. `show_lines` separates the rows by lines."""
+    """Convert a table to one of the package rich, without `common` and `left_out`. `show_lines`: lines separate the rows."""
     from rich.box import SIMPLE, SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text

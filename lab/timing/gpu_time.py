@@ -152,10 +152,9 @@ def measure_staged(
 ) -> dict[str, Measured]:
     """Measure the GPU times of prepared calls by name, in rounds of one sample of every call. Return each call's time or error.
 
-    Between two samples of a call, all its buffers (copies of its tensors) get new queries and lengths, some buffers get new K,
-    V and pages, and outputs are filled with NaN. After each sample, some results of one buffer are kept. After the last sample
-    of a call, all results of one buffer and some results of every other buffer are kept. The kept results are checked after the
-    last sample of all calls.
+    A buffer is one copy of a call's tensors. Between two samples of a call, all its buffers get new queries and lengths, some
+    get new K, V and pages, and outputs are filled with NaN. After each sample, some results of one buffer are copied; after the
+    last one, all results of one buffer and some of every other buffer. The copies are checked after the samples of all calls.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -193,7 +192,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draw new contents for the buffers of timed calls, from one seed. A turn is a round of samples, one of every call."""
+    """Draw new contents for the buffers of timed calls, from one seed. `turn` is the number of a round of samples."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

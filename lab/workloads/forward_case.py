@@ -208,7 +208,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls; CONTEXT for a pass that calls CONTEXT and DECODE."""
+        """Return the function that the pass calls. If it calls both `AttentionCall.CONTEXT` and DECODE, return CONTEXT."""
         if self.engine is not Engine.SGLANG and max(self.q_lens) <= self.decode_threshold:
             return AttentionCall.DECODE
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE

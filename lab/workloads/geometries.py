@@ -28,7 +28,7 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return the slice of the layer on one of `size` GPUs, at least 1 K/V head. Raise ValueError if heads do not divide."""
+        """Return the layer's slice on one of `size` GPUs, at least 1 K/V head. Raise ValueError if slices would be uneven."""
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
         if self.num_kv_heads % size and size % self.num_kv_heads:

@@ -98,7 +98,7 @@ class PassCase(PassLens):
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if a field is set that the pass ignores. `uses` maps a field to (whether it is used, why not)."""
+        """Raise ValueError if an ignored field differs from its default. `uses`: field -> (is it used, which passes use it)."""
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:

@@ -81,7 +81,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write K and V of the requests' tokens (`histories`) to a cache: request i from position `first[i]` on (None: 0)."""
+        """Write `histories` (K, V) to a cache: request i from `first[i]` (or 0) on. `sliding_window`: to that pool's slots."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):

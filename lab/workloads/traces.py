@@ -29,7 +29,7 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    """Return the lab's own small trace, a file that `synthetic_chat` has drawn."""
+    """Return the lab's own small trace, from a file with the result of `synthetic_chat`."""
     return read_mooncake(OWN_TRACE)
 
 

@@ -88,7 +88,7 @@ class JudgedRun(RecordedFile):
 
     @property
     def verdict(self) -> str:
-        """Return "right" if the run judged the calls of one engine and all were right, else the worst outcome of a case."""
+        """Return "right" if a run for one engine is right, else the worst outcome ("declined" only if all cases are)."""
         if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)

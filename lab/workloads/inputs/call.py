@@ -136,8 +136,8 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the inputs of a call one after another, and yield (what changed, the call with all changes so far). The new
-    contents are those of `other`, then those of `moved` with new page ids. Both have the call's lengths and optional arguments.
+    """Change the inputs of a call one after another: scales; then sinks, mask, query, K and V to those of `other`; last K, V
+    and page ids to those of `moved`. Yield (change, call with all changes so far). The calls agree in lengths and `forms`.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

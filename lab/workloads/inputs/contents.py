@@ -171,7 +171,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """In `keys`, [kv_len, num_kv_heads, head_dim], turn those at `positions` into needles (keys with a large logit)."""
+    """Make keys, [kv_len, num_kv_heads, head_dim], needles (large logits): add a multiple of `directions` at `positions`."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 
@@ -247,7 +247,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a workspace of zeros, uint8: 8 MiB of semaphores, then scratch memory, as much as in SGLang if `of_engine`."""
+    """Return a uint8 workspace of zeros: 8 MiB of semaphores, then scratch memory. `of_engine`: on a GPU as much as SGLang."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.

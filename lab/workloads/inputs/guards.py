@@ -33,7 +33,9 @@ def surrounded(
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (copy of `tensor`, `at_byte` bytes off alignment; the uint8 buffer that has the copy between two guards)."""
+    """Return (copy of `tensor`, uint8 buffer). The buffer has the copy between two guards: bytes that no kernel may write. The
+    copy's address is `at_byte` bytes after an aligned address.
+    """
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
     whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]

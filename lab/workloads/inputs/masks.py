@@ -10,8 +10,8 @@ from lab.workloads.attention_case import AttentionCase
 
 
 def packed_mask(shown: Tensor) -> Tensor:
-    """Pack masks over draft tokens, bool [batch, q_len, q_len], into XQA's uint16 words [batch, q_len, words]. Bit b of word w
-    is draft token 16 w + b. If `shown` has more than q_len columns, the bits after q_len are set from them.
+    """Pack draft masks, bool [batch, q_len, columns], into XQA's uint16 words [batch, q_len, words]. Bit b of word w
+    is column 16 w + b. There are q_len columns, one per draft token; further ones set bits that belong to no token.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)

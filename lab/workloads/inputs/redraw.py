@@ -59,7 +59,7 @@ class SeededRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the arguments of a call without `out`. Each `number` has a copy of the tensors of its own."""
+        """Return set `number`, from 0, of a call's arguments without `out`. Each set has tensors of its own."""
         if not self.sets:
             self.sets.append(self.first_set())
         while number >= len(self.sets):
