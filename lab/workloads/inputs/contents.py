@@ -156,7 +156,7 @@ _SHAPE: dict[Contents, Callable[[_Drawn], object]] = {
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles (keys with a large logit): at and next to edges of pages, tiles and windows of some rows."""
+    """Return positions for needles (large logits): page, tile and window edges of the first, middle and last row, ±1."""
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
         edges |= {position, *(position // size * size for size in (page_size, *TILE_SIZES))}
@@ -228,7 +228,7 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with `value`. If `value` is None, fill it with the huge value that `POISON` has for its dtype."""
+    """Fill a tensor with `value`; for None, and in NVFP4 for all but 0, with the huge value that `POISON` has for its dtype."""
     if value is None or (storage.dtype == NVFP4 and value != 0):  # NVFP4 cannot hold NaN
         value = POISON[storage.dtype]
     storage.fill_(value)

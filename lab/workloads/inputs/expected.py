@@ -32,8 +32,8 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy().tobytes())
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the tensor. Raise RuntimeError if `data` does not have the size of `shape`: a kernel could make such an object
-        to show memory that is not initialised, which may hold the expected results.
+        """Return the tensor. Raise RuntimeError if `data` is smaller or larger than `shape` says: with such an object, a kernel
+        could otherwise read memory that is not initialised, in which expected results may remain.
         """
         nothing = torch.empty(0, dtype=self.dtype)  # `frombuffer` takes no empty buffer
         elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype) if self.data else nothing

@@ -190,7 +190,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return parts of the metadata that belong to padding requests of `length` tokens, each with the value of its cells."""
+        """Return {name: (cells of padding requests or None, expected value)}. Each has `length` tokens in `pages` pages."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
