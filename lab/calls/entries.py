@@ -25,7 +25,7 @@ def live_cells(problem: PagedAttention) -> Tensor:
 
 
 def entries_first(cells: Tensor) -> Tensor:
-    """Return `cells`, [num_rows, num_columns], with the negative cells of each row last. Other cells keep their order."""
+    """Return `cells`, cache entries [num_rows, num_columns], in their order, except that negative ones are last in each row."""
     return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
 
 

@@ -368,8 +368,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence about the checks that show no further error, because the first call of each of their
-    wrong cases is already wrong. A first call that returns nothing does not count as wrong.
+    """Return for each function a sentence about checks that show no further error: in each wrong case of such a check, the
+    first call is already wrong. A first call that returns nothing does not count as wrong.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

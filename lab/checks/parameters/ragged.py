@@ -265,7 +265,7 @@ RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host
 
 
 def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:
-    """Yield cases for graph replays: `count` with short requests, then one per number in `longest`, the keys of a request."""
+    """Yield cases for graph replays: `count` with short requests, then for each n in `longest` one with n keys in a request."""
     dtypes = [dtype for dtype, _ in ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
     for number in range(count):

@@ -74,7 +74,7 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 @functools.cache
 def noted() -> Bindings:
-    """Return a record of the judge's functions and settings. The first call, before a kernel runs, makes the record."""
+    """Return the record by which changes of the judge's functions and settings are found. The first call makes it."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 

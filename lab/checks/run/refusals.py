@@ -25,7 +25,7 @@ class Refusals:
         Args:
             names: the list. A name is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or
                 of a file ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported").
-            kernel: name of the kernel, or "". Its module is loaded once, even if the list names this module in another way.
+            kernel: name of the kernel, or "". Its module is loaded once, even if the list names it in another form.
         """
         own, found = kernel.partition(":")[0], dict[str, str]()
         for name in filter(None, map(str.strip, names.split(","))):
