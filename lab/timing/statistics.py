@@ -130,8 +130,8 @@ def compare_samples(
 
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
-    """Compare recorded times, by `compare_samples` if both have samples. If both have only quartiles, the interval of the
-    effect is from `after`'s lower over `before`'s upper quartile to `after`'s upper over `before`'s lower quartile. For normal
+    """Compare recorded times, by `compare_samples` if both have samples. If both have only quartiles, the effect's interval
+    is from (lower quartile of `after`) / (upper quartile of `before`) to (upper of `after`) / (lower of `before`). For normal
     samples, it is as wide as the 99 % interval of 11 samples a side. If a time has only a median, the verdict is UNSURE.
     """
     if before.samples_us and after.samples_us:

@@ -78,7 +78,7 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if some rows select no key or have -1 before their first key. Calls with `top_k_lens` permit neither."""
+        """Return True if calls with `top_k_lens` forbid it: some rows select no key, or have -1 before their first key."""
         return self in (Entries.NONE, Entries.LATE)
 
 
