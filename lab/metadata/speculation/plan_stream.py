@@ -93,7 +93,7 @@ class VerifyBackend(ABC):
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch the fix-up: write, on the current stream, metadata that depends on the draft's buffers, which are final."""
+        """Launch the fix-up on the current stream, after the draft. It writes the metadata that depends on the draft."""
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
