@@ -21,6 +21,7 @@ from tests.checks.small import decoding
 CPU = torch.device("cpu")
 PAGE_SIZE = 32
 FIRST, LONGEST_FIRST = "a shared prefix", "unequal shared prefixes, the longest request first"
+ALL_SHARED = "the longest request twice, alone"
 
 
 def pages_of_the_first(**arguments: Any) -> Any:
@@ -44,23 +45,47 @@ def first_page_for_all(**arguments: Any) -> Any:
     return references.trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": tables})
 
 
+def shared_pages_without_mask(**arguments: Any) -> Any:
+    """Let each row see all keys if all requests have the same pages, as if those were a prefix before all rows."""
+    tables = arguments["block_tables"]
+    are_shared = len(tables) > 1 and bool((tables == tables[0]).all())
+    return references.trtllm_batch_context_with_kv_cache(**arguments | ({"causal": False} if are_shared else {}))
+
+
 @pytest.mark.parametrize(
     ("implementation", "interface", "kv_lens", "q_lens", "found_by"),
     [
-        (decoding(pages_of_the_first), AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), LONGEST_FIRST),
+        (decoding(pages_of_the_first), AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), [LONGEST_FIRST]),
         # It takes what the first two requests share for what all share.
-        (kernel("blind515").implementation(), AttentionCall.CONTEXT, (199, 172, 127, 64), (3, 1, 2, 1), LONGEST_FIRST),
-        (decoding(first_page_for_all), AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), FIRST),
+        (
+            kernel("blind515").implementation(),
+            AttentionCall.CONTEXT,
+            (199, 172, 127, 64),
+            (3, 1, 2, 1),
+            [LONGEST_FIRST],
+        ),
+        (decoding(first_page_for_all), AttentionCall.DECODE, (64, 199, 172, 127), (1, 1, 1, 1), [ALL_SHARED, FIRST]),
+        (
+            SimpleNamespace(trtllm_batch_context_with_kv_cache=shared_pages_without_mask),
+            AttentionCall.CONTEXT,
+            (172, 199, 127, 64),
+            (1, 3, 2, 1),
+            [ALL_SHARED],
+        ),
     ],
-    ids=["one page", "two pages", "all two pages"],
+    ids=["one page", "two pages", "all two pages", "all pages"],
 )
 def test_a_prefix_that_is_taken_for_longer_than_it_is(
-    implementation: Any, interface: AttentionCall, kv_lens: tuple[int, ...], q_lens: tuple[int, ...], found_by: str
+    implementation: Any,
+    interface: AttentionCall,
+    kv_lens: tuple[int, ...],
+    q_lens: tuple[int, ...],
+    found_by: list[str],
 ) -> None:
     model: dict[str, int] = {"num_kv_heads": 1, "group": 2, "head_dim": 64}
     case = AttentionCase(interface, kv_lens, q_lens, **model, storage=Storage(page_size=PAGE_SIZE))
     judged = judge_case(implementation, "K7", case, "cpu").judged
-    assert [result.name for result in judged.results if result.wrong] == [found_by]
+    assert [result.name for result in judged.results if result.wrong] == found_by
 
 
 OF_E4M3 = AttentionCase(

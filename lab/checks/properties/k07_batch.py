@@ -2,7 +2,8 @@
 
 In a test with equal lengths and one page table, an exchanged request is often right by chance. Here each request is computed
 alone, in another order, and twice in a batch. A change of one request's query must not change a bit of another request's
-output. Finally, all requests share their first two pages, or one and two pages in turn, like requests with a cached prefix.
+output. Finally, all requests share their first two pages, or one and two pages in turn, like requests with a cached prefix. A
+batch of one request, twice, shares all pages, also those of its newest tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,9 @@ from lab.workloads.inputs.call import CallInputs
 def _judge(run: CaseRun) -> None:
     inputs, *_ = run.base_call("together")
     alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
-    for variant in (*batch_sizes(inputs), *positions(inputs), *alone):
+    longest = max(range(len(inputs.kv_lens)), key=inputs.kv_lens.__getitem__)
+    twice = part(inputs, "the longest request twice, alone", [longest] * 2)
+    for variant in (*batch_sizes(inputs), *positions(inputs), *alone, twice):
         run.vary(variant.what, variant.inputs, variant.inputs.truth())
     rows, variant = inputs.q_lens[0], another_query(inputs)
     before, after = run.again(inputs), run.vary(variant.what, variant.inputs)
