@@ -46,9 +46,10 @@ class MLADecodeCall:
         block_tables: int32 [batch_size, max_num_pages_per_seq]. With `sparse_mla_top_k` the entries that each query row sees,
             int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q` [num_rows, sparse_mla_top_k].
             An entry is the index page * page_size + offset in the page; -1 in any column is no entry.
-        sparse_mla_top_k: number of columns with entries in `block_tables`; 0: `block_tables` has pages, and rows are causal. A
-            row at position p uses its first p + 1 columns (`lab.calls.selection` has the rule and its sources). The order of
-            entries changes no result, an entry in two columns counts twice, and a row without entries sees no key.
+        sparse_mla_top_k: number of columns with entries in `block_tables`; 0: `block_tables` has pages, and rows are
+            causal. If it is not 0, a row at position p uses its first p + 1 columns (`lab.calls.selection` has the rule and
+            its sources). The order of entries changes no result, an entry in two columns counts twice, and a row without
+            entries sees no key.
         out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. None makes a
             bfloat16 tensor for any dtype of the query, as FlashInfer does.
         sinks: float32 [num_qo_heads] (the form that trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer

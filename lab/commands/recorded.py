@@ -66,7 +66,7 @@ def record(
 
 @recorded.callback()
 def about() -> None:
-    """Write programs, issues and traces from calls that were recorded in an engine."""
+    """Turn calls that were recorded in an engine into programs that repeat them, drafts of bug reports, and traces."""
 
 
 @recorded.command()

@@ -25,9 +25,7 @@ class RecordedInputs:
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Return sentences about suspicious inputs: scales of 0, rows of no request, a page that is the last one of two
-        requests, NaN in K or V.
-        """
+        """Return a sentence for each scale of 0, row of no request, last page that two requests share, and NaN in K or V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [f"{name} is 0, which makes {what}" for name, what in scales.items() if not getattr(problem, name)]

@@ -311,8 +311,9 @@ class Truth:
 
         Each bound is at least `least_bound` and at least the error of two roundings, one to `arithmetic` and one to the
         output's dtype. A right kernel may do both: it may round a weight or a partial result, and then the output. The
-        control may have no error, for example in a row that sees one key. The rounding of scores to float32 makes a bound
-        larger (SCORE_ROUNDINGS). The error that skip-softmax may cause is added to the bound.
+        control (low-precision attention, whose error makes the bound) may have no error, as in a row that sees one key. The
+        rounding of scores to float32 makes a bound larger (SCORE_ROUNDINGS). The error that skip-softmax may cause is added
+        to the bound.
         """
         comparison = _compared(out, self.expected, self.control, self.request_of_row)
         roundings = sum(torch.finfo(dtype).eps / 2 for dtype in (self.arithmetic, self.control.dtype))

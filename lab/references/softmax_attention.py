@@ -137,8 +137,8 @@ class TiledKV(NamedTuple):
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
     """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
 
-    `kv_lens` ascend. Each length, and each tile's first key, is a multiple of `step`. `elements` is the number of elements of
-    one key in K or in V, whichever has more.
+    The caller passes `kv_lens` in ascending order, each a multiple of `step`. Each tile's first key is such a multiple too.
+    `elements` is the number of elements of one key in K or in V, whichever has more.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []

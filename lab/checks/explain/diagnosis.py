@@ -265,7 +265,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
-    """Return the features of requests to ignore: "no_rows", also "no_keys" unless a request without keys is wrong."""
+    """Return the features whose requests are ignored: "no_rows", and "no_keys" unless a request without keys is wrong."""
     of_requests = (each for _, result in results if result.held == held for each in result.requests)
     is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")

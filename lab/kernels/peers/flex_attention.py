@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request and the visible positions of each query row, int32 [entries of the batch, rows of an entry]."""
+    """Each query row's request and the bounds of the positions that it sees: int32 [batch_size, q_len] or [1, num_rows]."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows
