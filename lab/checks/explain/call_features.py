@@ -45,9 +45,9 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
         "full_page": kv_len > 0 and kv_len % page_size == 0,
-        "new_page": 0 < page_size < kv_len and kv_len % page_size == 1,
+        "new_page": kv_len > 1 and kv_len % page_size == 1,
         **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
-        **{f"new_tile_of_{number}": kv_len > number and kv_len % number == 1 for number in (64, 256)},
+        **{f"new_tile_of_{number}": kv_len > 1 and kv_len % number == 1 for number in (64, 256)},
         "no_keys": kv_len == 0,
         "no_rows": q_len == 0,
         "fewer_keys": kv_len < q_len,
@@ -181,8 +181,8 @@ def features_of_case(case: Any) -> CallFeatures:
         return CallFeatures(kept(read))
     q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
     of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
-    steps, page_size = given.get("num_steps"), given.get("page_size", 1)
-    read["steps_fill_pages"] = page_size > 1 and any(steps and (each + steps) % page_size == 0 for each in kv_lens)
+    if (steps := given.get("num_steps")) is not None and case.page_size > 1:
+        read["steps_fill_pages"] = any((each + steps) % case.page_size == 0 for each in kv_lens)
     return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
 
 

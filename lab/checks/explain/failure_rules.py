@@ -9,8 +9,9 @@ entropy of wrong and right units, inside the rule (where it holds) and outside. 
 number of bits, so that several bugs get several rules.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +136,12 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
     if not rule or len(rule) >= MOST_LITERALS or not len(right_results):
         return rule
-    inside = inside[:: max(1, len(inside) // MOST_UNITS)]
+    all_wrong = [units[at] for at in inside[wrong[inside]].tolist()]
+    inside = inside[sampled(wrong[inside], np.array(cases)[inside])[0]]
     chosen, case, is_wrong = [dict(units[at]) for at in inside.tolist()], np.array(cases)[inside], wrong[inside]
     values = [frozenset(name for name in features if "=" in name) for features in chosen]
-    of_wrong, right = {values[at] for at in np.flatnonzero(is_wrong)}, np.isin(result_of[inside], right_results)
-    varied = {each for each in {*values} if each and any(_is_variant(each, other) for other in of_wrong)}
+    right = np.isin(result_of[inside], right_results)
+    varied = _variants({*values}, {values[at] for at in np.flatnonzero(is_wrong)})
     rights, variants = {*case[right]}, {case[at] for at in np.flatnonzero(right) if values[at] in varied}
     total, best, most = len({*case[is_wrong | right]}), rule, SURE_BITS
     for literal, held, cost in zip(*_table(chosen), strict=True):
@@ -148,15 +150,22 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         if is_new and held[is_wrong].all() and (excluded & variants or literal.operator in ("is", ">=")):
             gain = sum(math.log2((total - n) / (len(rights) - n)) for n in range(len(excluded))) - cost
             gain += VARIANT_BITS * len(excluded & variants)
-            best, most = ((*rule, literal), gain) if gain > most else (best, most)
+            if gain > most and literal.holds(all_wrong).all():
+                best, most = (*rule, literal), gain
     return rule if best is rule else sharpened(best, units, wrong, result_of, cases)
 
 
-def _is_variant(values: frozenset[str], of_wrong: frozenset[str]) -> bool:
-    """Return True if `values` has one parameter value more or less than `of_wrong`, or two more, as one may need the other."""
-    differ = values ^ of_wrong
-    is_near = len(differ) == 1 or (len(differ) == 2 and of_wrong < values)
-    return is_near and not any(each.startswith(HIDING) for each in differ)
+def _variants(cases: Set[frozenset[str]], of_wrong: Set[frozenset[str]]) -> set[frozenset[str]]:
+    """Return the parameter values of those `cases` that have one value more or less than a wrong case, or two more, as one may
+    need the other. None of these one or two values can hide an error.
+    """
+    plain = {case: [value for value in case if not value.startswith(HIDING)] for case in cases | of_wrong}
+    found = {case - {value} for case in of_wrong for value in plain[case]}
+    for number in (1, 2):
+        found |= {
+            case for case in cases for more in itertools.combinations(plain[case], number) if case - {*more} in of_wrong
+        }
+    return {case for case in found if case}
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:

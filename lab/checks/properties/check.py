@@ -17,7 +17,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 WHOLE = Shard()
-NEARBY_ROUNDS = 10  # rounds of `Check.nearby`: after most runs' first five, no wrong case becomes simpler
+NEARBY_ROUNDS = 10  # rounds of `Check.nearby`: in most runs, five make wrong cases simpler, and further ones vary them
 QUICK_BUILDS = 8  # kernels that the quick level compiles: as many as there are groups, and numbers of rows
 
 

@@ -11,9 +11,9 @@ covering array is a small set of cases that has every value, or every pair of va
 * Full level: also each pair of values and each declared triple. A value whose cases were all declined is tried with every other
   value. A pair without a judged case is tried in cases with more default values, and finally alone.
 * Smoke and full level, if a case is wrong, after all checks' other cases: also simpler cases, then few cases with its unusual
-  values and all values of other axes, then variants in which one parameter differs, the right ones with several seeds. If only
-  cases of other checks are wrong: a case with the parameter values of each of a few wrong results. These cases are for the
-  diagnosis.
+  values and all values of other axes, then variants in which one parameter differs, then with two more seeds the right cases
+  with one unusual value more or less. If only cases of other checks are wrong: a case with the parameter values of each of a
+  few wrong results. These cases are for the diagnosis.
 """
 
 import itertools
@@ -206,17 +206,14 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configura
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
-    if cases := [*filter(scope.is_chosen, _new(simpler, own))]:
-        return iter(cases)
-    for further in (_around, partial(_varied, wrong=wrong)):
-        if cases := [*_new(itertools.chain.from_iterable(further(scope, case) for case in simplest), own)]:
-            return iter(cases)
-    judged = Counter(each.case.without_seed for each in own)
+    further = (partial(_around, scope), partial(_varied, scope, wrong=wrong))
+    for cases in (simpler, *(itertools.chain.from_iterable(map(each, simplest)) for each in further)):
+        if chosen := [*filter(scope.is_chosen, _new(cases, own))]:
+            return iter(chosen)
+    judged, values = Counter(each.case.without_seed for each in own), [case.non_default.items() for case in simplest]
     right = (each.case for each in own if each.outcome is Outcome.RIGHT and judged[each.case.without_seed] == 1)
-    again = (
-        case for case in right for each in simplest if len(case.non_default.items() ^ each.non_default.items()) == 1
-    )
-    return (replace(case, seed=case.seed + number) for case in again for number in (1, 2))
+    near = [case for case in right if any(len(case.non_default.items() ^ each) == 1 for each in values)]
+    return (replace(case, seed=case.seed + number) for case in near for number in (1, 2))
 
 
 def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
@@ -258,7 +255,8 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
     """Return at most `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
-    the same non-default values has. If such cases have several values of it, try only its smallest and largest number.
+    the same non-default values has. If such cases have several values of it, try only its smallest and largest number, or
+    its default if it has no numbers.
     """
     model, left = _model(scope), list[list[Configuration]]()
     like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]

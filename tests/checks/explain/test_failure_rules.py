@@ -339,6 +339,54 @@ def test_a_condition_that_no_variant_shows_is_added_only_if_it_is_sure_and_holds
     assert added(40, 4, one_case=True) == []  # four results of one case are one piece of evidence
 
 
+def test_a_condition_without_a_variant_may_be_a_least_number_but_not_a_largest() -> None:
+    rule, numbers = (Literal("sinks", "is"),), np.arange(44)
+    for pages, added in ((2, ["pages >= 3"]), (4, [])):
+        units = [{"sinks": True, "pages": 3}] * 40 + [{"sinks": True, "pages": pages}] * 4
+        found = sharpened(rule, units, numbers < 40, numbers, numbers.tolist())
+        assert [str(literal) for literal in found[1:]] == added
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("shift", range(4))
+def test_a_condition_holds_also_for_wrong_results_outside_of_the_sample(
+    place: int, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_rules, "MOST_UNITS", 2)  # every second wrong result is in the sample
+    numbers, rule = np.arange(36), (Literal("sinks", "is"),)
+    for names, added in (("sinks k=1", ["not mask"]), ("sinks k=1 mask", [])):
+        given = [f"sinks mask k=1 q={number}" for number in range(32)]
+        given[shift:shift] = [names if number == place else "sinks k=1" for number in range(4)]
+        units = [dict.fromkeys(each.split(), True) for each in given]
+        found = sharpened(rule, units, (numbers >= shift) & (numbers < shift + 4), numbers, numbers.tolist())
+        assert [str(literal) for literal in found[1:]] == added
+
+
+@pytest.mark.parametrize(
+    ("values", "of_wrong", "is_variant"),
+    [
+        ("a=1", "a=1 b=1", True),
+        ("a=1 b=1", "a=1", True),
+        ("a=1 b=1 c=1", "a=1", True),  # a value may need a second one
+        ("a=1", "", True),
+        ("a=1", "a=1", False),
+        ("", "a=1", False),  # also cases of other checks have no parameter values
+        ("a=1 b=1 c=1 d=1", "a=1", False),
+        ("a=1", "a=1 b=1 c=1", False),
+        ("a=2", "a=1", False),
+        ("a=1 contents=low", "a=1", False),
+        ("a=1 b=1 contents=low", "a=1", False),
+        ("a=1", "a=1 contents=low", False),
+        ("a=1 contents=low", "a=1 b=1 contents=low", True),
+    ],
+)
+def test_a_variant_has_one_parameter_value_less_or_at_most_two_more(
+    values: str, of_wrong: str, is_variant: bool
+) -> None:
+    right, wrong = frozenset(values.split()), frozenset(of_wrong.split())
+    assert (right in failure_rules._variants({right}, {wrong})) is is_variant
+
+
 def test_a_right_request_of_a_wrong_result_shows_no_missing_condition() -> None:
     units = [{"sinks": True, "k=1": True}, {"sinks": True, "mask": True, "k=1": True, "q=2": True}] * 20
     numbers, rule = np.arange(40), (Literal("sinks", "is"),)

@@ -1,6 +1,6 @@
 """Pairs that occur in declined cases alone are judged again in smaller ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -116,6 +116,17 @@ def test_a_wrong_case_that_a_profile_makes_no_simpler_has_cases_with_other_value
     assert all(map(is_sent, found))
 
 
+def rounds_near(first: Sequence[Configuration], is_wrong: Callable[[Configuration], bool], scope: Scope) -> list[Any]:
+    """Return the rounds of cases that check K18 judges near the wrong ones of the `first` cases."""
+    verdicts, rounds = list[CaseVerdict](), [list(first)]
+    while rounds[-1]:
+        for case in rounds[-1]:
+            judged = Judged(Outcome.WRONG if is_wrong(case) else Outcome.RIGHT, judged=1)
+            verdicts.append(CaseVerdict("a kernel", "K18", scope.interface, case, "cpu", judged))
+        rounds.append(list(CHECK.nearby(scope, verdicts)))
+    return rounds[1:-1]
+
+
 def test_variants_of_a_wrong_case_change_one_parameter_and_right_ones_are_judged_again() -> None:
     """The wrong cases have one value of "out" and, but for the numbers of pages, all values of other axes."""
     function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
@@ -124,18 +135,8 @@ def test_variants_of_a_wrong_case_change_one_parameter_and_right_ones_are_judged
     def is_wrong(case: Configuration) -> bool:
         return wrong.non_default.items() <= case.non_default.items() and bool(case["causal"])
 
-    def judged(cases: Iterable[Configuration]) -> list[CaseVerdict]:
-        outcomes = {case: Outcome.WRONG if is_wrong(case) else Outcome.RIGHT for case in cases}
-        return [
-            CaseVerdict("a kernel", "K18", function, *each, Judged(outcome, judged=1))
-            for each, outcome in (((case, "cpu"), outcome) for case, outcome in outcomes.items())
-        ]
-
-    verdicts, rounds = judged([wrong, Configuration(function)]), list[list[Configuration]]()
-    while cases := list(CHECK.nearby(scope, verdicts)):
-        rounds.append(cases)
-        verdicts += judged(cases)
-    _, varied, again = rounds  # the first round has cases with all values of other axes
+    # The first round has cases with all values of other axes.
+    _, varied, again = rounds_near([wrong, Configuration(function)], is_wrong, scope)
     changed = [{axis for axis in case.values if case[axis] != wrong[axis]} for case in varied]
     assert {case.seed for case in varied} == {3}
     assert {"causal"} in changed
@@ -144,7 +145,24 @@ def test_variants_of_a_wrong_case_change_one_parameter_and_right_ones_are_judged
     assert len(varied) <= 20
     not_causal = next(case for case, each in zip(varied, changed, strict=True) if each == {"causal"})
     assert [case.seed for case in again if case.without_seed == not_causal.without_seed] == [4, 5]
+    assert [case.seed for case in again if not case.non_default] == [1, 2]
+    assert all(len(case.non_default.items() ^ wrong.non_default.items()) == 1 for case in again)
     assert not any(is_wrong(case) for case in again)
+
+
+def test_a_right_case_near_two_wrong_ones_is_judged_again_once_with_each_seed() -> None:
+    function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
+    wrong = [Configuration(function, values) for values in ({"offsets": "padding after"}, {"causal": False})]
+    *_, again = rounds_near([Configuration(function), *wrong], wrong.__contains__, scope)
+    assert [case.seed for case in again if not case.non_default] == [1, 2]
+
+
+def test_cases_that_a_profile_leaves_out_do_not_keep_variants_from_being_judged() -> None:
+    function, wrong = AttentionCall.CONTEXT, Configuration(AttentionCall.CONTEXT, {"offsets": "padding after"})
+    scope = Scope(function, Ranges(), Level.SMOKE, is_chosen=lambda case: len(case.non_default) <= 2)
+    rounds = rounds_near([wrong, Configuration(function)], wrong.__eq__, scope)
+    assert all(scope.is_chosen(case) for cases in rounds for case in cases)
+    assert [case for case in rounds[-2] if case.non_default == wrong.non_default | {"causal": False}]
 
 
 def test_a_wrong_case_has_at_most_twenty_variants_with_values_that_no_wrong_case_like_it_has() -> None:
