@@ -401,6 +401,8 @@ def test_what_follows_the_columns_in_use_is_a_feature(
         ([1, *[-1] * 63], 64, ""),
         ([*[1] * 128, *[-1] * 16], 112, "unused_first_columns"),
         ([*[1] * 144], 128, ""),
+        ([1] * 48, 40, "partial_columns"),
+        ([*[1] * 112, *[-1] * 32], 112, ""),
     ],
 )
 def test_blocks_of_columns_are_features(columns: list[int], lens: int, features: str) -> None:

@@ -1,10 +1,13 @@
 """Pairs that occur in declined cases alone are judged again in smaller ones."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from corpus.kernels import kernel
 from lab.calls.problem import AttentionCall
@@ -204,6 +207,35 @@ def test_where_other_checks_alone_are_wrong_k18_has_a_case_with_their_values() -
     in_k14 = wrong_in("K14", Configuration(AttentionCall.DECODE, {"mask": "tree"}), "output")  # it has several calls
     assert list(CHECK.nearby(scope, [in_k14])) == [alike]
     assert not list(CHECK.nearby(scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
+
+
+OFFSETS_GIVEN = {"cum_seq_lens_q_given": True}
+
+
+@pytest.mark.parametrize(
+    ("features", "values"),
+    [
+        ({"longest_kv_len": 150}, "lse=none backend=auto offsets=none max_q_len=exact rank=none lengths=unequal"),
+        ({"return_lse": True}, "lse=returned"),
+        ({"return_lse": True, "lse_base_e": True}, "lse=base e"),
+        ({"interleaved_factors": True}, "backend=trtllm-gen"),
+        (OFFSETS_GIVEN | {"max_q_len_given": True}, "offsets=equal max_q_len=exact"),
+        (OFFSETS_GIVEN | {"unequal_q_lens": True, "max_q_len_given": True}, "offsets=unequal max_q_len=exact"),
+        (OFFSETS_GIVEN, "offsets=equal max_q_len=None"),
+        ({"rank": 3, "ranks": 4, "q_len": 2, "return_lse": True}, "rank=3 of 4"),
+        ({"longest_kv_len": 151}, "lengths=4100"),
+        ({"longest_kv_len": 16500}, "lengths=16500"),
+    ],
+)
+def test_a_case_like_a_wrong_result_of_another_check_keeps_its_values(features: dict[str, Any], values: str) -> None:
+    function = AttentionCall.MLA_DECODE
+    result = CheckedResult("the call", "output", features, wrong=True)
+    judged = Judged(Outcome.WRONG, judged=1, results=(result,))
+    verdict = CaseVerdict("a kernel", "K1", function, WRONG_IN_K1, "cpu", judged)
+    (alike,) = CHECK.nearby(Scope(function, Ranges(), Level.SMOKE), [verdict])
+    for each in re.findall(r"\w+=.+?(?= \w+=|$)", values):
+        axis, _, value = each.partition("=")
+        assert (axis, str(alike[axis])) == (axis, value)
 
 
 def test_where_k18_is_right_k1_has_plainer_cases() -> None:
