@@ -335,6 +335,9 @@ def test_a_condition_that_no_variant_shows_is_added_only_if_it_is_sure_and_holds
 
     assert added(40, 4) == ["window_in_page"]
     assert added(40, 2) == []
+    # The probability that chance excludes all three right cases of 31 or 30, and none of the wrong ones: 1 of 4,495 or 4,060.
+    assert added(28, 3) == ["window_in_page"]
+    assert added(27, 3) == []
     assert added(40, 4, without=1) == []
     assert added(40, 4, one_case=True) == []  # four results of one case are one piece of evidence
 
