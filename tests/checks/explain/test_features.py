@@ -562,6 +562,14 @@ def test_a_call_has_the_contents_of_its_own_inputs() -> None:
     assert run.called.features["contents"] == "counted"
 
 
+@pytest.mark.parametrize("kind", ["output", "return", "other", "metadata", "memory", "invariants"])
+def test_a_result_of_a_whole_call_has_the_features_of_any_of_its_requests(kind: str) -> None:
+    run = CaseRun(references, CASE, CPU)
+    run.call(run.build())
+    run.expect("a result", [], kind)
+    assert ("kv_len" in run.results[-1].features) is (kind not in ("memory", "invariants"))
+
+
 def test_a_call_of_a_pass_has_the_features_of_the_pass() -> None:
     run = CaseRun(references, ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (3,), (2,)), CPU)
     run.note_call(CASE.interface, arguments_of(CASE))
