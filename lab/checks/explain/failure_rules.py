@@ -137,7 +137,7 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     if not rule or len(rule) >= MOST_LITERALS or not len(right_results):
         return rule
     all_wrong = [units[at] for at in inside[wrong[inside]].tolist()]
-    inside = inside[sampled(wrong[inside], np.array(cases)[inside])[0]]
+    inside = inside[sampled(wrong[inside], np.array(cases)[inside].tolist())[0]]
     chosen, case, is_wrong = [dict(units[at]) for at in inside.tolist()], np.array(cases)[inside], wrong[inside]
     values = [frozenset(name for name in features if "=" in name) for features in chosen]
     right = np.isin(result_of[inside], right_results)
