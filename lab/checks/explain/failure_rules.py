@@ -266,7 +266,9 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest rule of one condition for all wrong units; () if it may leave right units out by chance."""
+        """Return the cheapest condition (an `is` literal) of all wrong units as a rule. Return () if none holds for all of
+        them, or if the right units outside of it may be there by chance.
+        """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -275,7 +277,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest rule of one literal (test of a feature) that holds for all wrong and few right units, or ()."""
+        """Return the literal of the lowest cost that holds for all wrong units and for few right ones, as a rule; else ()."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)

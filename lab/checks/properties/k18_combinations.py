@@ -281,8 +281,8 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield simpler variants of a wrong case, each with a simpler value of one parameter. For the first variant of a parameter
-    whose repr is in `wrong`, because it was judged wrong, also yield a case with all these simpler values found so far.
+    """Yield variants of a wrong case, each with a simpler value of one parameter. If such a variant is wrong too (its repr is
+    in `wrong`), also yield the case that has the first such value of each parameter so far.
     """
     together = subject
     for axis in subject.point:
