@@ -15,14 +15,13 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
     """Yield for each request the features of the K/V entries that its query rows select."""
     given, used = columns.cpu(), problem.columns_in_use().cpu()
     selected = given.where(used, 0)
-    up_to_last = used.flip(1).cumsum(1).flip(1) > 0  # columns up to the last one in use
+    up_to_last = _up_to_last(used)
     follows = (given >= 0) & ~up_to_last
     for kv_len, (start, end) in zip(kv_lens, pairwise(problem.row_offsets()), strict=True):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
         filled = torch.stack([block.any(dim=1) for block in is_entry.split(32, dim=1)], dim=1)
-        before = is_entry.flip(1).cumsum(1).flip(1) > 0  # columns before a row's last entry, and the entry itself
         highest = selected[start:end].cummax(1).values
         num_columns = up_to_last[start:end].sum(dim=1)
         ordered = selected[start:end].where(is_entry, -1).sort(1).values
@@ -31,15 +30,20 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "no_entry": (counts == 0).any(),
             "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
             "gap": is_gap.any(),
-            "gap_before_entry": (is_gap & before).any(),
+            "gap_before_entry": (is_gap & _up_to_last(is_entry)).any(),
             "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
             "repeated_entry": ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(),
             "entry_after_last": follows[start:end].any(),
             "partial_columns": (num_columns % 16 > 0).any(),
             "unused_first_columns": (given[start:end] >= 0)[:, :EMPTY_COLUMNS][~is_used[:, :EMPTY_COLUMNS]].any(),
-            "empty_block": (~filled & (filled.flip(1).cumsum(1).flip(1) > 0)).any(),
+            "empty_block": (~filled & _up_to_last(filled)).any(),
             "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,
             "columns_after_row": (num_columns > keys_of_rows).any(),
         }
+
+
+def _up_to_last(marked: Tensor) -> Tensor:
+    """Return which columns are not after a row's last marked column: bool, the shape of `marked`."""
+    return marked.flip(1).cumsum(1).flip(1) > 0

@@ -23,8 +23,7 @@ from lab.workloads.inputs.call import CallInputs
 def _judge(run: CaseRun) -> None:
     inputs, *_ = run.base_call("together")
     alone = [part(inputs, f"request {request} alone", [request]) for request in range(1, len(inputs.q_lens))]
-    longest = max(range(len(inputs.kv_lens)), key=inputs.kv_lens.__getitem__)
-    twice = part(inputs, "the longest request twice, alone", [longest] * 2)
+    twice = part(inputs, "the longest request twice, alone", [_longest(inputs)] * 2)
     for variant in (*batch_sizes(inputs), *positions(inputs), *alone, twice):
         run.vary(variant.what, variant.inputs, variant.inputs.truth())
     rows, variant = inputs.q_lens[0], another_query(inputs)
@@ -63,9 +62,13 @@ def another_query(inputs: CallInputs) -> Variant:
     return Variant("another query of request 0", replace(inputs, query=query), rows=others)
 
 
+def _longest(inputs: CallInputs) -> int:
+    return max(range(len(inputs.kv_lens)), key=inputs.kv_lens.__getitem__)
+
+
 def _with_shared_prefix(inputs: AttentionInputs, num_pages: Sequence[int]) -> AttentionInputs:
     page_size, lengths = inputs.case.page_size, inputs.kv_lens
-    donor = max(range(len(lengths)), key=lambda request: lengths[request])
+    donor = _longest(inputs)
     block_tables, histories = inputs.block_tables.clone(), list[tuple[Tensor, Tensor]]()
     keys, values = inputs.histories[donor]
     for request, (k, v) in enumerate(inputs.histories):

@@ -93,7 +93,7 @@ class Invariance:
     @property
     def unmet(self) -> tuple[Dependence, ...]:
         """Return the results for required factors that did not meet the requirement: a bit changed, or a call was not made.
-        Leave out functions and dtypes of which no call was judged, for whatever factor.
+        Leave out functions and dtypes without a judged call.
         """
         judged = (Answer.WRONG, Answer.WITHIN, Answer.SAME)
         taken = {(each.interface, each.dtypes) for each in self.dependences if each.answer in judged}
