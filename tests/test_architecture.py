@@ -77,7 +77,13 @@ def test_studies_import_neither_the_corpus_nor_tests(path: Path) -> None:
 
 # Inside lab.checks, from the bottom up: a module imports those of its own layer and of those below.
 LAYERS = (
-    ("explain.feature", "explain.features", "explain.entry_features", "explain.call_features"),
+    (
+        "explain.feature",
+        "explain.features",
+        "explain.entry_features",
+        "explain.request_features",
+        "explain.call_features",
+    ),
     ("run.verdicts", "run.support_protocol"),
     ("case_run",),
     ("parameters",),

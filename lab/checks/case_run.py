@@ -315,7 +315,7 @@ class CaseRun:
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
         # The diagnosis compares these results with results of single requests, or finds rules about any request.
-        alone = kind in ("output", "return", "other", "metadata") and not requests
+        alone = kind in ("output", "return", "other", "lists", "metadata") and not requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
         self.results.append(CheckedResult(what, kind, features, bool(found.failure), requests, found.example))
 

@@ -48,3 +48,12 @@ def test_gaps_between_floats_hold_nan_and_large_values_in_turn() -> None:
         assert bool((tensor.float() == 0).all())
     table = apart(torch.zeros(2, 4, dtype=torch.int32), axis=-2, gap=3)
     assert table.as_strided((3,), (1,), 4).tolist() == [0x7B7B7B7B] * 3
+
+
+def test_a_wrong_case_is_also_judged_without_page_tails() -> None:
+    """A kernel that also reads the tail of the last page is right if the pages of all requests are full."""
+    case = AttentionCase(AttentionCall.DECODE, (60, 9), (2, 2))
+    what = "dead cells of NAN, but no page tails"
+    for name, wrong in (("length_rounded_up_to_page", [False]), ("lse_kept_if_larger", [])):
+        judged = run_case(kernel(name).implementation(), checks_by_key()["K4"], case, CPU, Ranges())
+        assert [each.wrong for each in judged.results if each.name == what and each.held == "output"] == wrong

@@ -118,4 +118,5 @@ def test_a_recorded_call_is_judged_by_its_scales_and_not_shrunk(tmp_path: Path) 
 def test_the_default_output_is_bf16_and_a_call_with_scales_has_the_feature() -> None:
     given = arguments(torch.int8, 1, 16) | {"out": None}
     assert trtllm_ragged_attention_deepseek(**given)[0].dtype == torch.bfloat16
-    assert features_of_call(AttentionCall.RAGGED_CONTEXT, given, CallLog()).features["block_scales"]
+    found = features_of_call(AttentionCall.RAGGED_CONTEXT, given, CallLog()).features
+    assert (found["block_scales"], found["sage_rows"], found["sage_keys"]) == (True, 1, 16)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -18,95 +19,17 @@ from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
+from lab.checks.explain.request_features import TILE, read_batch, read_earlier, read_request, read_shapes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
+from lab.workloads.inputs.draft_lists import DraftListsCase
 
 # The parameters of each function whose default is None
 OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
-TILE = 64  # keys that many kernels load at a time
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Features that are read from a case's field of this name, or else from the case's `model`.
 SIZES = ("head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")  # of a problem, too
 OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", *SIZES)
-
-
-def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    kv_len = kv_lens[request]
-    # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
-    last_seen = kv_len - 1 - window_left if window_left >= 0 else 0
-    first_seen = last_seen - q_len + 1 if window_left >= 0 else 0
-    firsts = range(first_seen, first_seen + min(q_len, page_size))
-    return {
-        "kv_len": kv_len,
-        "q_len": q_len,
-        "pages": -(-kv_len // page_size),
-        "request": request,
-        "first_request": request == 0,
-        "last_request": request == len(kv_lens) - 1,
-        "partial_page": kv_len % page_size > 0,
-        "full_page": kv_len > 0 and kv_len % page_size == 0,
-        "new_page": kv_len > 1 and kv_len % page_size == 1,
-        **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
-        **{f"new_tile_of_{number}": kv_len > 1 and kv_len % number == 1 for number in (64, 256)},
-        "no_keys": kv_len == 0,
-        "no_rows": q_len == 0,
-        "fewer_keys": kv_len < q_len,
-        "rows_before_keys": 0 < kv_len < q_len,
-        "no_prefix": kv_len == q_len,
-        "q_len_no_power_of_2": _is_no_power_of_2(q_len),
-        "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
-        "hidden_keys": last_seen > 0,
-        "hidden_page": first_seen >= page_size,
-        "hidden_tile": first_seen >= TILE,
-        "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
-        "window_at_page_end": first_seen > 0 and (first_seen + 1) % page_size == 0,
-        "first_window_with_page": first_seen > 0 and first_seen % page_size == 0,
-        "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
-        "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
-        "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
-        "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
-        "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
-    }
-
-
-def _is_no_power_of_2(number: int) -> bool:
-    return number & (number - 1) > 0
-
-
-def _read_shapes(sizes: Read) -> Read:
-    return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
-
-
-def _read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
-    most, fewest_rows, fewest_keys = max(q_lens, default=0), math.inf, math.inf  # the fewest of earlier requests
-    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
-        yield {
-            "packed_rows": q_len * group if group else None,
-            "fewer_rows": q_len < most,
-            "after_fewer_rows": fewest_rows < most,
-            "after_shorter": fewest_keys < kv_len,
-            "after_empty": 0 in (fewest_rows, fewest_keys),
-        }
-        fewest_rows, fewest_keys = min(fewest_rows, q_len), min(fewest_keys, kv_len)
-
-
-def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    return {
-        "page_size": page_size,
-        "has_window": window_left >= 0,
-        "window_left": window_left if window_left >= 0 else None,
-        "requests": len(kv_lens),
-        "rows_of_batch": sum(q_lens),
-        "longest_kv_len": max(kv_lens, default=0),
-        "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
-        "unequal_q_lens": len(set(q_lens)) > 1,
-        "unequal_kv_lens": len(set(kv_lens)) > 1,
-        "not_descending": any(map(operator.lt, kv_lens, kv_lens[1:])),
-        "some_no_keys": 0 in kv_lens,
-        "all_no_keys": not any(kv_lens),
-        "some_no_rows": 0 in q_lens and any(q_lens),
-        "some_empty": 0 in (*kv_lens, *q_lens),
-    }
 
 
 @dataclass(frozen=True)
@@ -139,12 +62,12 @@ class CallFeatures:
     ) -> "CallFeatures":
         """Add the features that follow from lengths to `features`. For a call without pages, `page_size` is `TILE`."""
         selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
-        rows = _read_earlier(kv_lens, q_lens, int(features.get("group", 0)))
+        rows = read_earlier(kv_lens, q_lens, int(features.get("group", 0)))
         of_requests = tuple(
-            kept(_read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | entries)
+            kept(read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | entries)
             for request, (q_len, of_rows, entries) in enumerate(zip(q_lens, rows, selected, strict=True))
         )
-        of_batch = kept(_read_batch(kv_lens, q_lens, page_size, window_left))
+        of_batch = kept(read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens), selected)
 
 
@@ -174,16 +97,30 @@ def features_of_case(case: Any) -> CallFeatures:
     model = getattr(case, "model", None)
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
-    read |= _read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
+    read |= read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
     read |= _read_mode(given) | {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
         return CallFeatures(kept(read))
     q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
     of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
-    if (steps := given.get("num_steps")) is not None and case.page_size > 1:
-        read["steps_fill_pages"] = any((each + steps) % case.page_size == 0 for each in kv_lens)
+    if "num_steps" in given:
+        read |= _read_draft(case)
+    elif read.get("leaves_out_tokens") and hasattr(case, "prefix_lens"):
+        pages = ({-(-each // case.page_size) for each in lens} for lens in zip(case.prefix_lens, kv_lens, strict=True))
+        read["uncounted_reach_page"] = any(len(each) > 1 for each in pages)
     return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
+
+
+def _read_draft(case: DraftListsCase) -> Read:
+    page_size, steps, kept_tokens = case.page_size, case.num_steps, case.window_size + case.sink_size
+    in_pages = [(kv_len % page_size, steps) for kv_len in case.lens if page_size > 1]
+    return {
+        "steps_fill_pages": any((tail + steps) % page_size == 0 for tail, steps in in_pages),
+        "steps_reach_page": any(-(-(tail + steps) // page_size) > -(-steps // page_size) for tail, steps in in_pages),
+        "shorter_than_window": case.window_size > 0 and any(0 < kv_len < kept_tokens for kv_len in case.lens),
+        "window_meets_sinks": case.window_size > 0 and any(case.window_size < each < kept_tokens for each in case.lens),
+    }
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
@@ -206,6 +143,7 @@ def _read_mode(given: Read) -> Read:
         "uncounted": uncounted,
         "query_rows": mode.query_rows,
         "extends_draft": mode.extends_draft,
+        "prefill": mode.is_prefill,
     }
 
 
@@ -214,13 +152,15 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
     sizes = {name: getattr(problem, name) for name in SIZES}
     padding_rows, required = problem.num_rows - sum(problem.q_lens()), problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
+    sage_blocks = arguments.get("num_elts_per_sage_attn_blk", (0, 0))
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
         **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        **_read_shapes(sizes),
+        **read_shapes(sizes),
         "padding_rows": padding_rows > 0,
+        "padding_fills_bound": padding_rows > 0 and problem.num_rows == problem.batch_size * problem.max_q_len,
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
         "bmm1_scale_1": bmm1_scale == 1,
@@ -239,6 +179,9 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "out_dtype": problem.out_dtype,
         "other_out_dtype": problem.out_dtype != (torch.bfloat16 if interface in LATENT_CALLS else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
+        "lse_of_three_axes": getattr(arguments.get("lse"), "ndim", 0) == 3,
+        "sage_rows": sage_blocks[0] or None,
+        "sage_keys": sage_blocks[1] or None,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "used_scratch": _used_scratch(arguments, query.device),
         **{name: Feature[name.upper()] in required for name in OF_PROBLEM},
@@ -273,7 +216,9 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "page_gaps": _lie_apart(k_cache),
         "gaps_in_pages": max(map(operator.mul, k_cache.shape[1:], k_cache.stride()[1:])) > k_cache.shape[1:].numel(),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
+        "one_factor_tensor": isinstance(arguments.get("kv_cache_sf"), Tensor),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
+        "one_table": len(table) > 1 and table.numel() > 0 and (table == table[0]).all(),
         "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
         "other_page_size": getattr(problem, "window_cache", k_cache).shape[2] != page_size,
         "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
@@ -282,9 +227,6 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }
-    if problem.num_visible is not None:
-        keys_of_rows = torch.tensor(problem.kv_lens()).repeat_interleave(torch.tensor(problem.q_lens()))
-        read["unseen_keys"] = (keys_of_rows > 0)[problem.num_visible[: len(keys_of_rows)].cpu() == 0].any()
     if problem.selected is not None:
         read |= {
             "top_k": problem.selected.shape[1] if is_mla else None,
@@ -299,8 +241,19 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
             "mask_not_causal": not torch.equal(shown, torch.ones_like(shown).tril()),
             "masks_differ": (shown != shown[:1]).any(),
             "mask_words": mask.shape[2],
+            "odd_mask_words": mask.shape[0] * mask.shape[1] > 1 and -(-mask.shape[1] // 16) % 2 == 1,
         }
     return read
+
+
+def _read_bounds(problem: Problem) -> Iterator[Read]:
+    visible = getattr(problem, "num_visible", None)
+    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
+        yield {
+            "at_kv_bound": kv_len == problem.max_kv_len,
+            "fewer_rows_than_bound": 0 < end - start < problem.max_q_len,
+            "unseen_keys": visible is not None and kv_len > 0 and (visible[start:end] == 0).any(),
+        }
 
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
@@ -310,8 +263,9 @@ def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) 
     if problem.k_block_tables.dim() > 2:
         return []
     tables = problem.k_block_tables.tolist()
-    used = (row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True))
-    return [{"largest_page": max(pages, default=None)} for pages in used]
+    used = [row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True)]
+    width = problem.k_block_tables.shape[-1]
+    return [{"largest_page": max(pages, default=None), "at_table_end": len(pages) == width} for pages in used]
 
 
 def _lie_apart(pool: Tensor) -> bool:
@@ -331,10 +285,11 @@ class CallLog:
     """The attention calls of one case so far, with which a new call is compared."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self._lens: list[list[int]] = []  # seq_lens of each call
         self._first_of_shapes: dict[Any, tuple[dict[str, Any], list[int]]] = {}
         # Weak references: a tensor must be freed as in an engine, so that a later tensor can get its address.
-        self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, Any]] = {}
+        self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int]] = {}
+        self._values: dict[tuple[str, int, torch.Size], Any] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
         """Record a call, and return features that compare it with earlier calls: changed values and written tensors."""
@@ -348,23 +303,27 @@ class CallLog:
         lens = given["seq_lens"].flatten().tolist()
         first, first_lens = self._first_of_shapes.setdefault(shapes, (now, lens))
         read: Read = {
-            "later_call": self._calls > 0,
-            "calls_before": self._calls,
+            "later_call": len(self._lens) > 0,
+            "fewer_requests": any(len(lens) < len(each) for each in self._lens),
+            "same_seq_lens": lens in self._lens[-1:],
+            "calls_before": len(self._lens),
             "longer_request": any(map(operator.gt, lens, first_lens)),
+            "shorter_request": any(any(map(operator.lt, lens, each)) for each in self._lens),
             **{f"other_{name}": value != first[name] for name, value in now.items()},
             **{f"written_{name}": self._was_written(name, given.get(name), now.get(name)) for name in WATCHED},
         }
-        self._calls += 1
+        self._lens.append(lens)
         return read
 
     def _was_written(self, name: str, tensor: Any, values: Any) -> bool:
         if not isinstance(tensor, Tensor):
             return False
         key = name, tensor.data_ptr(), tensor.shape
+        if values is not None:  # of a new tensor at an old address too
+            return bool(self._values.setdefault(key, values) != values)
         if key not in self._versions or self._versions[key][0]() is None:
-            self._versions[key] = weakref.ref(tensor), tensor._version, values
-        _, version, first = self._versions[key]
-        return tensor._version > version if values is None else values != first
+            self._versions[key] = weakref.ref(tensor), tensor._version
+        return tensor._version > self._versions[key][1]
 
 
 def _comparable(value: Any) -> Any:
@@ -391,8 +350,9 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
+    of_requests = [bounds | more for bounds, more in zip_longest(_read_bounds(problem), pages, fillvalue={})]
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(
-        of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), page_size, pages
+        of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), page_size, of_requests
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import PagedAttention
+from lab.calls.dsv4_decode import WINDOW_COLUMNS, TwoPools
 from lab.checks.explain.feature import LOADED_COLUMNS, Read
 from lab.checks.explain.features import EMPTY_COLUMNS
 
@@ -17,7 +18,9 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
     selected = given.where(used, 0)
     up_to_last = _up_to_last(used)
     follows = (given >= 0) & ~up_to_last
-    for kv_len, (start, end) in zip(kv_lens, pairwise(problem.row_offsets()), strict=True):
+    lens = None if problem.selected_lens is None else problem.selected_lens.cpu()
+    window_page = problem.window_cache.shape[2] if isinstance(problem, TwoPools) else None
+    for request, (kv_len, (start, end)) in enumerate(zip(kv_lens, pairwise(problem.row_offsets()), strict=True)):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
@@ -41,6 +44,13 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,
             "columns_after_row": (num_columns > keys_of_rows).any(),
+            "no_window_entry": window_page is not None and (~is_entry[:, :WINDOW_COLUMNS].any(1)).any(),
+            "no_compressed_entry": window_page is not None and (~is_entry[:, WINDOW_COLUMNS:].any(1)).any(),
+            "other_lens_at_request": lens is not None
+            and start < end
+            and (lens[start:end] != lens[min(request, len(lens) - 1)]).any(),
+            "entry_past_window_page": window_page is not None
+            and (is_entry & (selected[start:end] >= window_page))[:, WINDOW_COLUMNS:].any(),
         }
 
 

@@ -11,13 +11,14 @@ number of bits, so that several bugs get several rules.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lab.checks.explain.feature import HIDING, OPERATORS, Bits, Cost, Features, Value
+from lab.checks.explain.feature import HIDING, OPERATORS, SHOWING, Bits, Cost, Features, Value
 from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_RULES = 4
@@ -40,6 +41,7 @@ SHOWN_RIGHT = 0.1  # a literal stays if it excludes this number of right results
 MOST_LITERALS = 4  # of a rule to which right cases inside add conditions
 VARIANT_BITS = 6.0  # evidence of a right variant of a wrong case for a condition that excludes it
 SURE_BITS = 3.0  # by which the evidence for such a condition must exceed its cost
+HIDDEN = 0.2  # factor for the weight of right units with contents or parameter values that can hide an error
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
@@ -80,9 +82,22 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
     single rule without literals means that results are wrong everywhere. `cases` has the case number of each unit.
     """
     chosen, weights = sampled(wrong, cases)
-    search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
+    sample = [dict(units[number]) for number in chosen]
+    weights[~wrong[chosen] & ~_shows(sample, wrong[chosen])] *= HIDDEN
+    search = _Search(sample, wrong[chosen], weights)
     rules = [sorted(rule, key=search.alone.__getitem__) for rule in search.rules()]
     return [tuple(search.literals[number] for number in rule) for rule in rules] or [()]
+
+
+def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
+    """Return which units have neither contents nor a parameter value that hide errors, bool [units]. Such a value can hide an
+    error, and fewer units with it are wrong than units without such values.
+    """
+    tags = [{name for name in each if name.startswith(HIDING)} | ({each.get("contents")} - SHOWING) for each in units]
+    plain = wrong[[not each for each in tags]]
+    every, bad = (Counter(itertools.chain(*some)) for some in (tags, itertools.compress(tags, wrong)))
+    hiding = {tag for tag, count in every.items() if bad[tag] * len(plain) < plain.sum() * count}
+    return np.array([hiding.isdisjoint(each) for each in tags], dtype=bool)
 
 
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
@@ -107,7 +122,7 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
         return {frozenset(name for name in units[number] if "=" in name) for number in np.flatnonzero(among).tolist()}
 
     num_wrong = results(rule, wrong)
-    shorter = {values - {value} for values in parameters(wrong & meets(rule)) for value in values}
+    shorter = {values - {value} for values in parameters(wrong & meets(rule)) for value in values} - {frozenset()}
     rests = {literal: tuple(each for each in rule if each != literal) for literal in rule}
     paired = {literal for literal in rule if shorter & parameters(~wrong & meets(rests[literal]) & ~holds[literal])}
     for literal in reversed(rule):
@@ -140,7 +155,7 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     inside = inside[sampled(wrong[inside], np.array(cases)[inside].tolist())[0]]
     chosen, case, is_wrong = [dict(units[at]) for at in inside.tolist()], np.array(cases)[inside], wrong[inside]
     values = [frozenset(name for name in features if "=" in name) for features in chosen]
-    right = np.isin(result_of[inside], right_results)
+    right = np.isin(result_of[inside], right_results) & _shows(chosen, is_wrong)
     varied = _variants({*values}, {values[at] for at in np.flatnonzero(is_wrong)})
     rights, variants = {*case[right]}, {case[at] for at in np.flatnonzero(right) if values[at] in varied}
     total, best, most = len({*case[is_wrong | right]}), rule, SURE_BITS

@@ -5,6 +5,15 @@ results, a rule uses the one that comes first in `FEATURES`.
 from lab.checks.explain.feature import LOADED_COLUMNS, SMALL_SCALE, CaseFeature, Choice, Condition, Cost, Number
 from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, TableTail
 
+# Keys that kernels load at a time, keys at which a window's loop can begin, query rows that kernels compute at a time
+TILES, WINDOW_TILES, ROW_BLOCKS = (64, 128, 256, 512), (32, 64), (16, 64, 128)
+# Features of a request for each of these sizes, written #
+OF_SIZES = {
+    ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
+    ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
+    ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
+    ("late_block_of_#", "requests up to a request have {more|no more} blocks of # rows than all rows fill"): ROW_BLOCKS,
+}
 EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
 POWER_OF_2 = "{not |}a power of two"
 FAR_OR_NEAR = "{2**31 or more|fewer than 2**31}"
@@ -51,19 +60,29 @@ FEATURES: dict[str, CaseFeature] = {
     "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
     "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
     "new_page": Condition("a request {has|does not have} one token in the last of several pages", Cost.VALUE),
-    "new_tile_of_64": Condition("a request {has|does not have} 1 key more than a multiple of 64", Cost.DERIVED),
-    "new_tile_of_256": Condition("a request {has|does not have} 1 key more than a multiple of 256", Cost.DERIVED),
-    "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", Cost.DERIVED),
-    "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", Cost.VALUE),
+    **{
+        name.replace("#", str(size)): Condition(text.replace("#", str(size)), Cost.DERIVED)
+        for (name, text), sizes in OF_SIZES.items()
+        for size in sizes
+    },
     "no_keys": Condition("a request has {no |}keys", Cost.VALUE),
     "no_rows": Condition("a request has {no |}query rows", Cost.VALUE),
     "fewer_keys": Condition("a request has {fewer|no fewer} keys than query rows", Cost.VALUE),
     "rows_before_keys": Condition("{rows|no rows} of a request with keys are before its first key", Cost.VALUE),
     "no_prefix": Condition("a request has {no |}keys before its rows", Cost.VALUE),
+    "prefix": Condition("a request with rows has {|no }keys before them", Cost.VALUE),
+    "rows_in_page": Condition("a request's rows {|do not }begin within a page", Cost.DERIVED),
+    "rows_reach_page": Condition("a request's rows {|do not }reach a page after those of its prefix", Cost.DERIVED),
     "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
     "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
     "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
+    "after_inner_no_rows": Condition("{a|no} request between the first and a request has no query rows", Cost.VALUE),
+    "fewer_rows_than_bound": Condition("a request has {fewer|no fewer} query rows than the bound of rows", Cost.VALUE),
+    "at_kv_bound": Condition("a request is {|not }as long as the bound of keys", Cost.VALUE),
+    "at_table_end": Condition("a request's pages {|do not }fill its row of the page table", Cost.VALUE),
+    "shorter": Condition("a request is {|not }shorter than another", Cost.DERIVED),
+    "fewer_tiles": Condition("a request has {fewer|no fewer} tiles of 64 keys than another", Cost.DERIVED),
     "packed_rows": Number("a request's query rows times query heads per K/V head are {}", Cost.DERIVED),
     "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
@@ -79,6 +98,8 @@ FEATURES: dict[str, CaseFeature] = {
     "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
     "before_no_keys": Condition("the request after a request has {no |}keys", Cost.DERIVED),
     "largest_page": Number("a request's largest page id is {}", Cost.DERIVED),
+    "no_window_entry": Condition("a row selects {no|an} entry of recent tokens", Cost.VALUE),
+    "no_compressed_entry": Condition("a row selects {no|a} compressed entry", Cost.VALUE),
     "no_entry": Condition("a row of a request selects {no|an} entry", Cost.VALUE),
     "empty_tile": Condition(
         f"the first {EMPTY_COLUMNS} columns of a request's row hold {{-1 alone|an entry}}", Cost.VALUE
@@ -97,6 +118,12 @@ FEATURES: dict[str, CaseFeature] = {
     "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
+    "other_lens_at_request": Condition(
+        "sparse_topk_lens of a row {differs from|is} that at its request's index", Cost.VALUE
+    ),
+    "entry_past_window_page": Condition(
+        "a compressed entry's index is {at least|below} the other page size", Cost.VALUE
+    ),
     # Of a batch.
     "page_size": Number("page_size is {}", Cost.VALUE),
     "has_window": Condition("{a|no} window is set"),
@@ -106,6 +133,7 @@ FEATURES: dict[str, CaseFeature] = {
     "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE),
     "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
     "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
+    "mixed_prefixes": Condition("{some, but not all|all or no} requests have keys before their rows", Cost.VALUE),
     "unequal_kv_lens": Condition("requests have {different lengths|one length}", Cost.DERIVED),
     "not_descending": Condition("requests are {not |}in descending order of length", Cost.DERIVED),
     "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
@@ -132,6 +160,10 @@ FEATURES: dict[str, CaseFeature] = {
     "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", Cost.VALUE),
     "masks_differ": Condition("requests have {different masks|one mask}", Cost.VALUE),
     "mask_words": Number("the number of 16-bit words in a mask's row is {}", Cost.DERIVED),
+    "odd_mask_words": Condition("the mask has several rows, each of an {odd|even} number of 16-bit words", Cost.VALUE),
+    "padding_fills_bound": Condition(
+        "the query has batch_size * max_q_len rows, {some|none} of them padding", Cost.VALUE
+    ),
     "sinks_list": Condition("sinks are {|not }given in a list"),
     "some_inf_sink": Condition("{a|no} sink is minus infinity", Cost.VALUE),
     "all_inf_sinks": Condition("{every|not every} sink is minus infinity", Cost.VALUE),
@@ -154,7 +186,7 @@ FEATURES: dict[str, CaseFeature] = {
     "ranks": Number("cp_world is {}", Cost.VALUE),
     "rank_keys": Condition("the keys are {one rank's|all keys}"),
     "unseen_keys": Condition("{a|no} row sees none of its request's keys on this rank", Cost.VALUE),
-    "o_scale_not_1": Condition("o_scale is {not |}1"),
+    "o_scale_not_1": Condition("the output is e4m3 and o_scale is {not |}1"),
     "o_sf_scale_not_1": Condition("o_sf_scale is {not |}1"),
     "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
     "cute_dsl_impl": Choice("cute_dsl_impl"),
@@ -166,9 +198,12 @@ FEATURES: dict[str, CaseFeature] = {
     "not_causal": Condition("the call is {not |}causal"),
     "return_lse": Condition("the LSE is {|not }requested"),
     "lse_base_e": Condition("the LSE is {|not }requested in base e"),
-    "out_dtype": Choice("the output's dtype", Cost.DERIVED),
-    "other_out_dtype": Condition("the output's dtype is {not |}the query's"),
+    "out_dtype": Choice("the output's dtype", Cost.VALUE),
+    "other_out_dtype": Condition("the output's dtype is {not |}the query's", Cost.DERIVED),
     "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
+    "lse_of_three_axes": Condition("the given lse has {three|two} axes", Cost.VALUE),
+    "sage_rows": Number("the rows of a block with one scale are {}", Cost.VALUE),
+    "sage_keys": Number("the keys of a block with one scale are {}", Cost.VALUE),
     "host_lengths": Choice("the dtype of the lengths on the host"),
     "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
     "separate_tables": Condition("V has {a|no} page table of its own"),
@@ -189,9 +224,11 @@ FEATURES: dict[str, CaseFeature] = {
         )
     },
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
-    "gaps_in_pages": Condition("there are {|no }gaps inside pages", Cost.VALUE),
+    "gaps_in_pages": Condition("there are {|no }gaps inside pages", Cost.DERIVED),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
+    "one_factor_tensor": Condition("kv_cache_sf is {one tensor|two tensors}", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
+    "one_table": Condition("all requests {|do not }have the same pages", Cost.VALUE),
     "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
     "equal_bounds": Condition("the bounds of rows and of keys are {equal|different}", Cost.VALUE),
     "other_page_size": Condition("the two pools have {different page sizes|one page size}", Cost.VALUE),
@@ -202,12 +239,12 @@ FEATURES: dict[str, CaseFeature] = {
     ),
     "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED),
     "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED),
-    "pool_elements": Number("the number of elements in the pool is {}", Cost.DERIVED),
+    "pool_elements": Number("the number of elements in the pool is {}", Cost.SETTING),
     "used_scratch": Condition("the workspace's scratch is {not |}zero", Cost.DERIVED),
     # Of the fields of a case, where their names are not those of features of a call.
     "contents": Choice("the data of the case", Cost.VALUE, Contents),
-    "dead": Choice("the lab's poison in cells that no request owns", Cost.VALUE, Dead),
-    "table_tail": Choice("the content of unused columns of the page table", Cost.VALUE, TableTail),
+    "dead": Choice("the lab's poison in cells that no request owns", Cost.POSITION, Dead),
+    "table_tail": Choice("the content of unused columns of the page table", Cost.POSITION, TableTail),
     "entries": Choice("the entries that rows select", Cost.VALUE, Entries),
     "head_pages": Choice("the pages that K/V heads select", Cost.VALUE, HeadPages),
     "mode": Choice("the forward mode", Cost.VALUE),
@@ -222,8 +259,13 @@ FEATURES: dict[str, CaseFeature] = {
     "steps_fill_pages": Condition(
         "keys and steps of a draft {|do not }fill a request's pages of several tokens", Cost.VALUE
     ),
+    "steps_reach_page": Condition(
+        "a prefix's last page and the steps need {more|no more} pages than the steps", Cost.VALUE
+    ),
+    "shorter_than_window": Condition("a prefix is {|not }shorter than window_size and sink_size together", Cost.VALUE),
     "window_size": Number("window_size is {}", Cost.VALUE),
     "sink_size": Number("sink_size is {}", Cost.VALUE),
+    "window_meets_sinks": Condition("a prefix has {|not }window_size to window_size + sink_size tokens", Cost.VALUE),
     "entries_are_pages": Condition("entries of req_to_token are {pages|slots}", Cost.VALUE),
     "translated": Condition("v2p is {|not }given", Cost.VALUE),
     "spare_capacity": Number("the spare capacity of a list is {}", Cost.VALUE),
@@ -271,12 +313,17 @@ FEATURES: dict[str, CaseFeature] = {
     # Of a forward mode.
     "leaves_out_tokens": Condition("seq_lens {leaves out tokens of the pass|counts all tokens}", Cost.VALUE),
     "uncounted": Choice("the kind of tokens that seq_lens leaves out", Cost.VALUE),
+    "uncounted_reach_page": Condition("tokens that seq_lens leaves out {|do not }reach a new page", Cost.VALUE),
     "query_rows": Choice("the kind of query rows", Cost.DERIVED),
     "extends_draft": Condition("the forward mode {extends|does not extend} a draft", Cost.VALUE),
+    "prefill": Condition("the pass is {a|no} prefill", Cost.VALUE),
     # Of a call that is compared with earlier calls of its case.
     "later_call": Condition("a call is {not |}the first of its case", Cost.DERIVED),
+    "same_seq_lens": Condition("seq_lens are {|not }those of the call before", Cost.DERIVED),
+    "fewer_requests": Condition("the batch has {fewer|no fewer} requests than in an earlier call", Cost.DERIVED),
     "calls_before": Number("the number of earlier calls is {}", Cost.SETTING),
     "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", Cost.DERIVED),
+    "shorter_request": Condition("{a|no} request is shorter than in an earlier call", Cost.DERIVED),
     **{
         f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", Cost.DERIVED)
         for name, text in REMEMBERED.items()

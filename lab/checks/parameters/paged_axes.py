@@ -176,6 +176,7 @@ def _prompt(rows: Any) -> int:
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 
+ONE_ROW_OF_RANK = "of one row, a rank's keys are all that it has"
 RULES = constraints(
     {
         "an e4m3 output does not hold what small weights add": lambda dtypes, out, contents, head_dim: (
@@ -249,7 +250,7 @@ RULES = constraints(
             lambda top_k, skip_softmax: not top_k or skip_softmax is None,
             lambda head_pages, skip_softmax: head_pages == "none" or skip_softmax is None,
         ),
-        "of one row, a rank's keys are all that it has": lambda rank, q_len: rank == "none" or q_len > 1,
+        ONE_ROW_OF_RANK: lambda rank, q_len: rank == "none" or q_len > 1,
         "FlashInfer excludes context parallelism with most other arguments": (
             lambda rank, window_left: rank == "none" or window_left < 0,
             lambda rank, mask: rank == "none" or mask == Mask.NONE,

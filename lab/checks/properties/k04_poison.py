@@ -5,6 +5,8 @@ pages before a sliding window and entries that no row selects hold zeros, then t
 columns of the page table name foreign pages, page -1 and pages far outside the pool. No bit of the result may change.
 """
 
+from dataclasses import replace
+
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, itself
 from lab.workloads.attention_case import Dead, TableTail
@@ -25,6 +27,11 @@ def _judge(run: CaseRun) -> None:
             _unselected(run, dead, expected)
         if run.case.window_left >= 0:
             _before_windows(run, dead, expected)
+    if run.wrongs and not run.case.rank:  # for the diagnosis
+        pages = (-(-kv_len // run.case.page_size) for kv_len in run.case.kv_lens)
+        full = replace(run.case, kv_lens=tuple(run.case.page_size * each for each in pages))
+        inputs = run.build(full, dead=Dead.NAN)
+        run.vary("dead cells of NAN, but no page tails", inputs, inputs.truth())
 
 
 def _unselected(run: CaseRun, dead: Dead, expected: Result) -> None:

@@ -35,7 +35,7 @@ from lab.checks.parameters.covering import Model, Point
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS, Configuration
-from lab.checks.parameters.paged_axes import SHORT
+from lab.checks.parameters.paged_axes import ONE_ROW_OF_RANK, SHORT
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import Bound, DtypePair, Lse, Offsets, Sinks
@@ -259,6 +259,8 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
     its default if it has no numbers.
     """
     model, left = _model(scope), list[list[Configuration]]()
+    # A call of one row is judged on a rank only here, where it may be the right variant.
+    model = replace(model, rules=tuple(rule for rule in model.rules if rule.why != ONE_ROW_OF_RANK))
     like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]
     for axis, values in model.axes.items():
         met, sizes = {case[axis] for case in like}, sorted(each for each in values if type(each) is int)

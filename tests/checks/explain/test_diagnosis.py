@@ -348,7 +348,7 @@ def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
 def test_a_measured_record_says_which_region_names_the_trigger() -> None:
     record = record_of("branch_pages_ignored")
     assert record["named_by"] == [0]
-    assert "page_size >= 16 and topk >= 2" in record["regions"][0]
+    assert "partial_page and topk >= 2" in record["regions"][0]
     assert "For 1 (100.0%) of the found mutants, the first rule of the judge's diagnosis names" in markdown([record])
 
 

@@ -410,3 +410,36 @@ def test_a_rule_gets_at_most_four_conditions_and_each_feature_once() -> None:
     numbers, rule = np.arange(23), (Literal("kv_len", ">=", 5),)
     assert sharpened(rule, units, numbers < 21, numbers, numbers.tolist()) == rule
     assert len(sharpened((Literal("k=1", "is"),), units, numbers < 21, numbers, numbers.tolist())) == 2
+
+
+@pytest.mark.parametrize(
+    ("contents", "name", "wrong", "shows"),
+    [
+        ("needles", "sinks", 0, False),
+        ("needles", "sinks", 1, True),  # as large a share is wrong as without these contents
+        ("counted", "sinks", 0, True),
+        ("random", "sinks", 0, True),
+        ("random", "bmm1_size=16.0", 0, False),
+        ("random", "bmm1_size=16.0", 2, True),
+    ],
+)
+def test_contents_and_values_with_which_less_is_wrong_hide_errors(
+    contents: str, name: str, wrong: int, shows: bool
+) -> None:
+    plain, other = {"contents": "random"}, {"contents": contents, name: True}
+    found = failure_rules._shows([plain] * 2 + [other] * 2, np.array([True, False, wrong > 0, wrong > 1]))
+    assert found.tolist() == [True, True, shows, shows]
+
+
+def test_right_results_whose_data_hides_errors_add_no_condition() -> None:
+    """Eight right cases have large logits, and windows by chance."""
+    wrong = [{"sinks": True, "mask": True}] * 40
+    others = [{}, {"sinks": True}, {"mask": True}] * 30
+
+    def rule(**also: bool) -> list[str]:
+        features = [*wrong, *[{"has_window": True, **wrong[0], **also}] * 8, *others]
+        is_wrong = np.arange(len(features)) < len(wrong)
+        return [str(literal) for literal in find_rules(features, is_wrong, range(len(features)))[0]]
+
+    assert {*rule()} == {"sinks", "mask", "not has_window"}
+    assert {*rule(**{"bmm1_size=16.0": True})} == {"sinks", "mask"}

@@ -18,12 +18,16 @@ from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
+from lab.checks.explain.request_features import read_batch, read_earlier, read_request
+from lab.checks.parameters.calls import built_call
+from lab.checks.parameters.metadata import MetadataCase
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents, HeadPages
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_batch, sparse_arguments
@@ -143,9 +147,9 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("interface", "changes", "features"),
     [
-        (DECODE, {"mask": packed(1, 3, 1, 3)}, "mask mask_words=2"),
-        (DECODE, {"mask": packed(3, 3, 3, 3)}, "mask mask_words=2 mask_not_causal"),
-        (DECODE, {"mask": packed(1, 3, 3, 3)}, "mask mask_words=2 mask_not_causal masks_differ"),
+        (DECODE, {"mask": packed(1, 3, 1, 3)}, "mask mask_words=2 odd_mask_words"),
+        (DECODE, {"mask": packed(3, 3, 3, 3)}, "mask mask_words=2 odd_mask_words mask_not_causal"),
+        (DECODE, {"mask": packed(1, 3, 3, 3)}, "mask mask_words=2 odd_mask_words mask_not_causal masks_differ"),
         (DECODE, {"sinks": FOUR}, "sinks"),
         (DECODE, {"sinks": torch.tensor([0, -math.inf, 8, 0])}, "sinks some_inf_sink"),
         (DECODE, {"sinks": torch.tensor([0, 0, 8.1, 0])}, "sinks large_sink"),
@@ -177,7 +181,8 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, {"seq_lens": of("seq_lens").to(torch.uint32)}, "seq_lens_uint32"),
         (DECODE, {"query": widened(of("query"))}, "query_gaps"),
         (DECODE, {"block_tables": widened(TABLES)}, "block_tables_gaps"),
-        (DECODE, {"block_tables": TABLES[:1].expand(2, -1).contiguous()}, "one_first_page"),
+        (DECODE, {"block_tables": TABLES[:1].expand(2, -1).contiguous()}, "one_first_page one_table"),
+        (DECODE, {"block_tables": torch.cat([TABLES[:1], TABLES[:1].flip(1)])[:, [0, 1, 2, 2, 1, 0]]}, ""),
         (DECODE, SEPARATE, "separate_tables"),
         (DECODE, {"kv_cache": (apart(K), apart(V))}, f"page_gaps {WIDE}"),
         (DECODE, {"kv_cache": (K, apart(V))}, "other_v_strides"),
@@ -185,6 +190,11 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, {"kv_cache": torch.stack([K, V], dim=1)}, f"one_cache_tensor page_gaps {WIDE}"),
         (DECODE, {"kv_cache": (widened(K), widened(V))}, f"page_gaps gaps_in_pages {WIDE}"),
         (DECODE, offsets(2, 0, 2, 4), "cum_seq_lens_q_given max_q_len_given"),
+        (
+            DECODE,
+            offsets(2, 0, 1, 3),
+            "cum_seq_lens_q_given max_q_len_given padding_rows padding_fills_bound rows_of_batch=3 unequal_q_lens",
+        ),
         (
             DECODE,
             offsets(3, 0, 0, 3),
@@ -213,6 +223,7 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
             "host_lengths=int64 q_seq_lens_cpu_given",
         ),
         (RAGGED, {"o_sf_scale": 0.5}, "o_sf_scale_not_1"),
+        (RAGGED, {"lse": torch.empty(5, 3), "return_lse": True}, "lse_given return_lse"),
     ],
 )
 def test_an_argument_adds_its_features(interface: AttentionCall, changes: dict[str, Any], features: str) -> None:
@@ -269,31 +280,52 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     (of_selection,), (of_pages,) = (
         reading.read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged)
     )
-    of_lengths = (
-        reading._read_request(0, (1,), 1, 16, -1)
-        | reading._read_batch((1,), (1,), 16, -1)
-        | next(reading._read_earlier((1,), (1,), 1))
-    )
+    (of_bounds,) = reading._read_bounds(paged)
+    of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), 1))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
-    read = of_call | of_sparse | of_selection | of_pages | of_lengths | CallLog().read(arguments)
+    read = of_call | of_sparse | of_selection | of_pages | of_bounds | of_lengths | CallLog().read(arguments)
     assert read.keys() == {*FEATURES} - {*of_cases, "result"}
 
 
 def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests() -> None:
-    read = [*reading._read_earlier((9, 9, 5, 8), (4, 2, 4, 4), 8)]
+    read = [*read_earlier((9, 9, 5, 8), (4, 2, 4, 4), 8)]
     assert [each["packed_rows"] for each in read] == [32, 16, 32, 32]
     assert [each["fewer_rows"] for each in read] == [False, True, False, False]
     assert [each["after_fewer_rows"] for each in read] == [False, False, True, True]
     assert [each["after_shorter"] for each in read] == [False, False, False, True]
-    of_builder = next(reading._read_earlier((4,), (4,), 0))  # a metadata builder's batch has no heads
+    assert [each["shorter"] for each in read] == [False, False, True, True]
+    assert not any(each["fewer_tiles"] for each in read)
+    assert [each["fewer_tiles"] for each in read_earlier((64, 65, 128), (1, 1, 1), 1)] == [True, False, False]
+    of_builder = next(read_earlier((4,), (4,), 0))  # a metadata builder's batch has no heads
     assert of_builder["packed_rows"] is None
 
 
 @pytest.mark.parametrize(("kv_lens", "q_lens"), [((0, 5, 5), (1, 1, 1)), ((5, 5, 5), (0, 1, 1))])
 def test_a_request_without_rows_or_keys_precedes_others(kv_lens: tuple[int, ...], q_lens: tuple[int, ...]) -> None:
-    read = [*reading._read_earlier(kv_lens, q_lens, 1)]
+    read = [*read_earlier(kv_lens, q_lens, 1)]
     assert [each["after_empty"] for each in read] == [False, True, True]
+    assert not any(each["after_inner_no_rows"] for each in read)
+
+
+def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None:
+    read = [*read_earlier((5, 5, 5, 5), (0, 1, 0, 1), 1)]
+    assert [each["after_inner_no_rows"] for each in read] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "late"),
+    [
+        ((16, 16), [False, False]),
+        ((1, 15), [False, True]),
+        ((17, 1, 14), [False, True, True]),
+        ((1, 0), [False, False]),
+    ],
+)
+def test_blocks_of_rows_that_begin_anew_in_each_request_are_counted(q_lens: tuple[int, ...], late: list[bool]) -> None:
+    read = [*read_earlier((20,) * len(q_lens), q_lens, 1)]
+    assert [each["late_block_of_16"] for each in read] == late
+    assert [each["late_block_of_64"] for each in read] == [count > 0 and q > 0 for count, q in enumerate(q_lens)]
 
 
 SEVERAL = [-1] * 128
@@ -325,11 +357,25 @@ def test_a_request_has_features_of_the_entries_that_its_rows_select(columns: lis
     assert [each["num_entries"] for each in of_requests] == [len(columns)] * 2
 
 
-def test_a_request_has_its_largest_page() -> None:
+def test_a_request_has_its_largest_page_and_may_fill_its_bounds() -> None:
     """A request of 40 keys uses the first three columns of its row of the page table, one of 24 keys the first two."""
+
+    def of_requests(**changes: Any) -> tuple[Any, ...]:
+        return features_of_call(DECODE, ARGUMENTS[DECODE] | changes, CallLog()).of_requests
+
     tables = ints(7, 2, 5, 9, 9, 9, 1, 3, 9, 9, 9, 9).view(2, 6)
-    of_requests = features_of_call(DECODE, ARGUMENTS[DECODE] | {"block_tables": tables}, CallLog()).of_requests
-    assert [each["largest_page"] for each in of_requests] == [7, 3]
+    assert [each["largest_page"] for each in of_requests(block_tables=tables)] == [7, 3]
+    filled = [[name in each for name in ("at_kv_bound", "at_table_end")] for each in of_requests(max_seq_len=40)]
+    assert filled == [[True, False], [False, False]]
+    narrow = of_requests(block_tables=tables[:, :3].contiguous(), max_seq_len=41)
+    assert [[name in each for name in ("at_kv_bound", "at_table_end")] for each in narrow] == [
+        [False, True],
+        [False] * 2,
+    ]
+    fewer = of_requests(**offsets(2, 0, 1, 3))
+    assert ["fewer_rows_than_bound" in each for each in fewer] == [True, False]
+    without = of_requests(**offsets(2, 0, 0, 2))
+    assert ["fewer_rows_than_bound" in each for each in without] == [False, False]
 
 
 def test_a_sparse_call_has_features_of_its_arguments() -> None:
@@ -359,14 +405,18 @@ def test_sizes_of_a_case_make_features_of_its_call() -> None:
     assert features_of_call(DECODE, three_rows, CallLog()).features["mask_words"] == 2
 
 
-@pytest.mark.parametrize(("visible", "is_unseen"), [((9, 9), False), ((0, 9), True), ((9, 0), False)])
+@pytest.mark.parametrize(
+    ("visible", "is_unseen"),
+    [((9, 9), [False] * 2), ((0, 9), [True, False]), ((9, 0), [False] * 2), (None, [False] * 2)],
+)
 def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
-    visible: tuple[int, int], is_unseen: bool
+    visible: tuple[int, int] | None, is_unseen: list[bool]
 ) -> None:
     """The second request has no keys, of which its row sees none."""
     arguments = arguments_of(AttentionCase(DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
-    problem = replace(DecodeCall(**arguments).problem(), num_visible=torch.tensor(visible, dtype=torch.int32))
-    assert bool(reading._read_pages(DECODE, arguments, problem)["unseen_keys"]) is is_unseen
+    seen = None if visible is None else torch.tensor(visible, dtype=torch.int32)
+    problem = replace(DecodeCall(**arguments).problem(), num_visible=seen)
+    assert [bool(each["unseen_keys"]) for each in reading._read_bounds(problem)] == is_unseen
 
 
 @pytest.mark.parametrize(
@@ -413,6 +463,32 @@ def test_blocks_of_columns_are_features(columns: list[int], lens: int, features:
     assert names & only.keys() == {*features.split()}
 
 
+@pytest.mark.parametrize(
+    ("cells", "lens", "features"),
+    [
+        ({0: 3, 128: 3}, (129, 129), ""),
+        ({0: 3}, (129, 129), "no_compressed_entry"),
+        ({128: 3}, (129, 129), "no_window_entry"),
+        ({0: 99, 128: 31}, (129, 129), ""),
+        ({0: 3, 128: 32}, (129, 129), "entry_past_window_page"),
+        ({0: 3, 128: 32}, (128, 128), "no_compressed_entry"),
+        ({0: 3, 128: 3}, (130, 129), "other_lens_at_request"),
+    ],
+)
+def test_the_entries_of_both_pools_are_features(cells: dict[int, int], lens: tuple[int, int], features: str) -> None:
+    """A request of 140 keys has two rows. A page of the pool of recent tokens has 32 of them."""
+    call = built_call(Configuration(AttentionCall.DSV4_DECODE, {"head_dim": 64, "q_len": 2}, 1), Ranges(), CPU)
+    given = {**call.given, "seq_lens": ints(140), "cum_seq_lens_q": None, "sparse_topk_lens": ints(*lens)}
+    given |= {"query": given["query"].reshape(-1, 2, *given["query"].shape[-2:])[:1]}
+    given["sparse_indices"] = torch.full_like(given["sparse_indices"][:2], -1)
+    for column, cell in cells.items():
+        given["sparse_indices"][:, column] = cell
+    found = features_of_call(AttentionCall.DSV4_DECODE, given, CallLog())
+    names = {"no_window_entry", "no_compressed_entry", "entry_past_window_page", "other_lens_at_request"}
+    (only,) = found.of_requests
+    assert names & only.keys() == {*features.split()}
+
+
 def test_pools_of_two_page_sizes_are_a_feature() -> None:
     problem = MLADecodeCall(**ARGUMENTS[MLA]).problem()
     for page_size in (problem.page_size, 2 * problem.page_size):
@@ -427,6 +503,40 @@ def test_keys_and_steps_of_a_draft_that_fill_pages_are_a_feature(
 ) -> None:
     case = DraftListsCase(lens, num_steps=3, topk=2, page_size=page_size)
     assert ("steps_fill_pages" in features_of_case(case).features) is fills
+
+
+@pytest.mark.parametrize(
+    ("lens", "page_size", "steps", "reaches"),
+    [
+        ((5, 14), 16, 3, True),
+        ((5, 13), 16, 3, False),
+        ((32,), 16, 17, False),
+        ((14,), 1, 3, False),
+        ((2,), 16, 15, True),
+    ],
+)
+def test_the_last_page_of_a_prefix_may_make_the_steps_reach_another(
+    lens: tuple[int, ...], page_size: int, steps: int, reaches: bool
+) -> None:
+    case = DraftListsCase(lens, num_steps=steps, topk=2, page_size=page_size)
+    assert ("steps_reach_page" in features_of_case(case).features) is reaches
+
+
+@pytest.mark.parametrize(
+    ("lens", "window_size", "sink_size", "features"),
+    [
+        ((4, 0), 4, 2, "shorter_than_window"),
+        ((5, 0), 4, 2, "shorter_than_window window_meets_sinks"),
+        ((6, 0), 4, 2, ""),
+        ((1,), 0, 2, ""),
+        ((3,), 4, 0, "shorter_than_window"),
+    ],
+)
+def test_prefixes_are_compared_with_the_window_and_the_sinks(
+    lens: tuple[int, ...], window_size: int, sink_size: int, features: str
+) -> None:
+    found = features_of_case(DraftListsCase(lens, window_size=window_size, sink_size=sink_size)).features
+    assert {"shorter_than_window", "window_meets_sinks"} & found.keys() == {*features.split()}
 
 
 @pytest.mark.parametrize(("lens", "fewest", "is_more"), [([2, 3], 2, False), ([1, 4], 1, True), ([3, 3], 3, True)])
@@ -469,10 +579,16 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (64, 1, -1, 1, "full_page multiple_of_64_keys"),
         (33, 1, -1, 16, "partial_page new_page"),
         (1, 1, -1, 16, "partial_page no_prefix"),
-        (257, 1, -1, 512, "partial_page new_tile_of_64 new_tile_of_256"),
-        (256, 1, -1, 512, "partial_page multiple_of_64_keys"),
+        (257, 1, -1, 512, "partial_page new_tile_of_64 new_tile_of_128 new_tile_of_256"),
+        (256, 1, -1, 512, "partial_page multiple_of_64_keys multiple_of_128_keys multiple_of_256_keys"),
         (1, 1, -1, 1, "full_page no_prefix"),
-        (512, 1, -1, TILE, "full_page multiple_of_64_keys multiple_of_512_keys"),
+        (
+            512,
+            1,
+            -1,
+            TILE,
+            "full_page multiple_of_64_keys multiple_of_128_keys multiple_of_256_keys multiple_of_512_keys",
+        ),
         (0, 1, -1, TILE, "no_keys fewer_keys"),
         (0, 0, -1, TILE, "no_keys no_rows no_prefix"),
         (70, 0, -1, TILE, "partial_page no_rows"),
@@ -497,8 +613,39 @@ def test_the_lengths_of_a_request_say_its_conditions(
     kv_len: int, q_len: int, window_left: int, page_size: int, conditions: str
 ) -> None:
     (only,) = CallFeatures.of_lengths({}, (kv_len,), (q_len,), window_left, page_size).of_requests
-    found = {name for name, value in only.items() if value is True}
+    found = {name for name, value in only.items() if value is True} - OF_POSITIONS
     assert found == {"first_request", "last_request", *conditions.split()}
+
+
+OF_POSITIONS = {"prefix", "rows_in_page", "rows_reach_page", "windows_in_tiles_of_32", "windows_in_tiles_of_64"}
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "q_len", "window_left", "conditions"),
+    [
+        (16, 16, -1, ""),
+        (17, 17, -1, ""),
+        (17, 1, -1, "prefix rows_reach_page"),
+        (18, 1, -1, "prefix rows_in_page"),
+        (18, 0, -1, ""),
+        (18, 3, -1, "prefix rows_in_page rows_reach_page"),
+        (32, 16, -1, "prefix rows_reach_page"),
+        (20, 30, -1, ""),
+        (100, 4, 68, ""),
+        (100, 4, 67, "windows_in_tiles_of_32"),
+        (98, 4, 66, ""),
+        (100, 4, 71, ""),
+        (140, 4, 75, "windows_in_tiles_of_32 windows_in_tiles_of_64"),
+        (140, 4, 76, ""),
+        (5, 4, 3, ""),
+    ],
+)
+def test_the_positions_of_rows_and_windows_are_conditions(
+    kv_len: int, q_len: int, window_left: int, conditions: str
+) -> None:
+    (only,) = CallFeatures.of_lengths({}, (kv_len,), (q_len,), window_left, 16).of_requests
+    names = OF_POSITIONS if window_left < 0 else {name for name in OF_POSITIONS if name.startswith("windows")}
+    assert names & only.keys() == {*conditions.split()}
 
 
 @pytest.mark.parametrize(
@@ -524,7 +671,8 @@ def test_requests_are_distinguished_by_their_places_and_neighbours(
         ((5, 6), (1, 1), "no_more_rows_than_requests unequal_kv_lens not_descending"),
         ((6, 5), (1, 1), "no_more_rows_than_requests unequal_kv_lens"),
         ((5, 5), (1, 2), "unequal_q_lens"),
-        ((5, 0), (1, 1), "no_more_rows_than_requests unequal_kv_lens some_no_keys some_empty"),
+        ((5, 0), (1, 1), "no_more_rows_than_requests unequal_kv_lens some_no_keys some_empty mixed_prefixes"),
+        ((5, 1), (1, 1), "no_more_rows_than_requests unequal_kv_lens mixed_prefixes"),
         ((0, 0), (1, 1), "no_more_rows_than_requests some_no_keys all_no_keys some_empty"),
         ((5, 5), (0, 1), "no_more_rows_than_requests unequal_q_lens some_no_rows some_empty"),
         ((5, 5), (0, 0), "no_more_rows_than_requests some_empty"),
@@ -562,7 +710,7 @@ def test_a_call_has_the_contents_of_its_own_inputs() -> None:
     assert run.called.features["contents"] == "counted"
 
 
-@pytest.mark.parametrize("kind", ["output", "return", "other", "metadata", "memory", "invariants"])
+@pytest.mark.parametrize("kind", ["output", "return", "other", "lists", "metadata", "memory", "invariants"])
 def test_a_result_of_a_whole_call_has_the_features_of_any_of_its_requests(kind: str) -> None:
     run = CaseRun(references, CASE, CPU)
     run.call(run.build())
@@ -604,6 +752,16 @@ def test_a_forward_mode_has_features() -> None:
     assert found(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)["uncounted"] == "none"
     extend = "mode=draft_extend uncounted=none query_rows=accepted extends_draft"
     assert found(ForwardMode.DRAFT_EXTEND) == named(extend)
+    for mode, is_prefill in ((ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)):
+        assert ("prefill" in features_of_case(ForwardCase(mode, "tiny", (3,), (1,))).features) is is_prefill
+
+
+@pytest.mark.parametrize(("prefix", "reaches"), [(12, False), (13, True), (16, True)])
+def test_tokens_that_seq_lens_leaves_out_may_reach_a_new_page(prefix: int, reaches: bool) -> None:
+    case = MetadataCase(ForwardMode.TARGET_VERIFY, (prefix, 1), (4, 4), page_size=16, rows=4)
+    assert ("uncounted_reach_page" in features_of_case(case).features) is reaches
+    counted = replace(case, mode=ForwardMode.EXTEND)
+    assert "uncounted_reach_page" not in features_of_case(counted).features
 
 
 def test_a_configuration_has_the_values_that_are_not_default() -> None:
@@ -651,6 +809,11 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         (Choice("it", is_negated=False), "abcd", [("==", name, 2) for name in "abcd"]),
         (Condition("it"), (True, None), [("is", True, 0), ("is not", True, 2.5)]),
         (Number("it"), (3, None, 1), [(op, step, 1 + more) for step in (1, 3) for op, more in NUMBERS]),
+        (
+            Number("it", several="several"),
+            (1, 2),
+            [(op, n, 1 + more - (op == ">=" and n > 1)) for n in (1, 2) for op, more in NUMBERS],
+        ),
         (Number("it"), range(12), [(op, step, 2.5 + bits) for step in range(12) for op, bits in NUMBERS]),
         (Number("it"), range(13), of_steps({0, 1, 2, 3, 5, 9, 12}, {0, 1, 2, 4, 8, 12})),
         (Number("it"), range(0, 130, 4), of_steps({0, 4, 8, 12, 20, 36, 68, 128}, {0, 4, 8, 16, 32, 64, 128})),
@@ -727,14 +890,38 @@ def later(**changes: Any) -> set[str]:
 
 
 def test_a_call_knows_what_differs_from_the_first_call_of_its_shapes() -> None:
-    assert later() == set()
-    assert later(bmm1_scale=0.1251) == {"other_bmm1_scale"}
-    assert later(bmm1_scale=torch.tensor([0.125])) == set()
-    assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"other_bmm1_scale"}
-    assert later(attention_sinks=torch.zeros(3)) == {"other_sinks"}
-    assert later(window_left=4) == {"other_window_left"}
-    assert later(seq_lens=torch.tensor([20, 0, 31])) == {"other_seq_lens"}
+    assert later() == {"same_seq_lens"}
+    assert later(bmm1_scale=0.1251) == {"same_seq_lens", "other_bmm1_scale"}
+    assert later(bmm1_scale=torch.tensor([0.125])) == {"same_seq_lens"}
+    assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"same_seq_lens", "other_bmm1_scale"}
+    assert later(attention_sinks=torch.zeros(3)) == {"same_seq_lens", "other_sinks"}
+    assert later(window_left=4) == {"same_seq_lens", "other_window_left"}
+    assert later(seq_lens=torch.tensor([20, 0, 31])) == {"other_seq_lens", "shorter_request"}
     assert later(seq_lens=torch.tensor([20, 1, 32])) == {"other_seq_lens", "longer_request"}
+
+
+def test_a_call_is_compared_with_the_lengths_of_all_earlier_ones() -> None:
+    log, arguments = CallLog(), arguments_of(CASE)
+
+    def read(*lens: int) -> set[str]:
+        found = log.read(arguments | {"seq_lens": ints(*lens)})
+        return {name for name in ("same_seq_lens", "fewer_requests", "shorter_request") if found[name]}
+
+    assert read(5, 5) == set()
+    assert read(5, 5) == {"same_seq_lens"}
+    assert read(6, 7, 8) == set()
+    assert read(5, 5) == {"fewer_requests", "shorter_request"}
+    assert read(9, 9, 9) == set()
+
+
+def test_a_value_at_an_old_address_is_compared_also_if_its_tensor_is_new() -> None:
+    log, arguments = CallLog(), arguments_of(CASE)
+    scale = torch.tensor([0.5])
+    log.read(arguments | {"bmm1_scale": scale})
+    storage = scale.untyped_storage()
+    del scale
+    other = torch.empty(0).set_(storage, 0, (1,)).mul_(2)  # type: ignore[call-overload]
+    assert log.read(arguments | {"bmm1_scale": other})["written_bmm1_scale"]
 
 
 def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:

@@ -289,3 +289,11 @@ def test_the_judge_goes_through_these_rounds_and_a_second_run_takes_them_up(tmp_
         assert [(repr(each.case), each.outcome) for each in report.verdicts] == expected
     assert new
     assert not any(new)
+
+
+def test_only_a_variant_of_a_wrong_call_of_a_rank_has_one_row() -> None:
+    function, scope = AttentionCall.DECODE, Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE)
+    subject = Configuration(function, {"q_len": 2, "lse": "returned", "rank": "0 of 2"})
+    one_row = [case for case in _varied(scope, subject, [subject]) if case["q_len"] == 1]
+    assert [case["rank"] for case in one_row] == ["0 of 2"]
+    assert not MODELS[function](Ranges()).fits(one_row[0].values)

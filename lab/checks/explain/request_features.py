@@ -1,0 +1,102 @@
+"""Read the features that follow from the lengths of a batch's requests, such as `kv_len`: of each request and of the batch."""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+
+from lab.checks.explain.feature import Read
+from lab.checks.explain.features import ROW_BLOCKS, TILES, WINDOW_TILES
+
+TILE = 64  # keys that many kernels load at a time
+
+
+def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
+    kv_len = kv_lens[request]
+    # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
+    last_seen = kv_len - 1 - window_left if window_left >= 0 else 0
+    first_seen = last_seen - q_len + 1 if window_left >= 0 else 0
+    firsts = range(first_seen, first_seen + min(q_len, page_size))
+    first_row = max(kv_len - q_len, 0)
+    return {
+        "kv_len": kv_len,
+        "q_len": q_len,
+        "pages": -(-kv_len // page_size),
+        "request": request,
+        "first_request": request == 0,
+        "last_request": request == len(kv_lens) - 1,
+        "partial_page": kv_len % page_size > 0,
+        "full_page": kv_len > 0 and kv_len % page_size == 0,
+        "new_page": kv_len > 1 and kv_len % page_size == 1,
+        **{f"multiple_of_{keys}_keys": kv_len > 0 and kv_len % keys == 0 for keys in TILES},
+        **{f"new_tile_of_{keys}": kv_len > 1 and kv_len % keys == 1 for keys in TILES},
+        "no_keys": kv_len == 0,
+        "no_rows": q_len == 0,
+        "fewer_keys": kv_len < q_len,
+        "rows_before_keys": 0 < kv_len < q_len,
+        "no_prefix": kv_len == q_len,
+        "prefix": kv_len > q_len > 0,
+        "rows_in_page": q_len > 0 and first_row % page_size > 0,
+        "rows_reach_page": first_row > 0 and -(-kv_len // page_size) > -(-first_row // page_size),
+        "q_len_no_power_of_2": _is_no_power_of_2(q_len),
+        "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
+        "hidden_keys": last_seen > 0,
+        "hidden_page": first_seen >= page_size,
+        "hidden_tile": first_seen >= TILE,
+        **{f"windows_in_tiles_of_{keys}": last_seen // keys > max(first_seen, 0) // keys for keys in WINDOW_TILES},
+        "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
+        "window_at_page_end": first_seen > 0 and (first_seen + 1) % page_size == 0,
+        "first_window_with_page": first_seen > 0 and first_seen % page_size == 0,
+        "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
+        "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
+        "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
+        "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
+        "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
+    }
+
+
+def _is_no_power_of_2(number: int) -> bool:
+    return number & (number - 1) > 0
+
+
+def read_shapes(sizes: Read) -> Read:
+    return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
+
+
+def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
+    """Yield for each request the features that compare it with the batch or with earlier requests."""
+    most, fewest_rows, fewest_keys = max(q_lens, default=0), math.inf, math.inf  # the fewest of earlier requests
+    longest, num_rows, blocks = max(kv_lens, default=0), sum(q_lens), dict.fromkeys(ROW_BLOCKS, 0)
+    for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
+        blocks = {rows: count + -(-q_len // rows) for rows, count in blocks.items()}
+        yield {
+            "packed_rows": q_len * group if group else None,
+            "fewer_rows": q_len < most,
+            "after_fewer_rows": fewest_rows < most,
+            "after_inner_no_rows": 0 in q_lens[1:request],
+            "after_shorter": fewest_keys < kv_len,
+            "after_empty": 0 in (fewest_rows, fewest_keys),
+            "shorter": kv_len < longest,
+            "fewer_tiles": -(-kv_len // TILE) < -(-longest // TILE),
+            **{f"late_block_of_{rows}": q_len > 0 and count > -(-num_rows // rows) for rows, count in blocks.items()},
+        }
+        fewest_rows, fewest_keys = min(fewest_rows, q_len), min(fewest_keys, kv_len)
+
+
+def read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
+    return {
+        "page_size": page_size,
+        "has_window": window_left >= 0,
+        "window_left": window_left if window_left >= 0 else None,
+        "requests": len(kv_lens),
+        "rows_of_batch": sum(q_lens),
+        "longest_kv_len": max(kv_lens, default=0),
+        "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
+        "mixed_prefixes": len(set(map(operator.gt, kv_lens, q_lens))) > 1,
+        "unequal_q_lens": len(set(q_lens)) > 1,
+        "unequal_kv_lens": len(set(kv_lens)) > 1,
+        "not_descending": any(map(operator.lt, kv_lens, kv_lens[1:])),
+        "some_no_keys": 0 in kv_lens,
+        "all_no_keys": not any(kv_lens),
+        "some_no_rows": 0 in q_lens and any(q_lens),
+        "some_empty": 0 in (*kv_lens, *q_lens),
+    }
