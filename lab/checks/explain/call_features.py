@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -350,7 +350,8 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
-    of_requests = [bounds | more for bounds, more in zip_longest(_read_bounds(problem), pages, fillvalue={})]
+    more = pages or [Read()] * len(q_lens)
+    of_requests = [{**bounds, **of_pages} for bounds, of_pages in zip(_read_bounds(problem), more, strict=True)]
     read = _read_call(interface, arguments, problem)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(

@@ -93,7 +93,10 @@ def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
     """Return which units have neither contents nor a parameter value that hide errors, bool [units]. Such a value can hide an
     error, and fewer units with it are wrong than units without such values.
     """
-    tags = [{name for name in each if name.startswith(HIDING)} | ({each.get("contents")} - SHOWING) for each in units]
+    tags = [
+        {name for name in each if name.startswith(HIDING)} | {str(each.get("contents", ""))}.difference(SHOWING)
+        for each in units
+    ]
     plain = wrong[[not each for each in tags]]
     every, bad = (Counter(itertools.chain(*some)) for some in (tags, itertools.compress(tags, wrong)))
     hiding = {tag for tag, count in every.items() if bad[tag] * len(plain) < plain.sum() * count}

@@ -199,7 +199,7 @@ FEATURES: dict[str, CaseFeature] = {
     "return_lse": Condition("the LSE is {|not }requested"),
     "lse_base_e": Condition("the LSE is {|not }requested in base e"),
     "out_dtype": Choice("the output's dtype", Cost.VALUE),
-    "other_out_dtype": Condition("the output's dtype is {not |}the query's", Cost.DERIVED),
+    "other_out_dtype": Condition("the output's dtype is {not |}the query's", Cost.POSITION),
     "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
     "lse_of_three_axes": Condition("the given lse has {three|two} axes", Cost.VALUE),
     "sage_rows": Number("the rows of a block with one scale are {}", Cost.VALUE),
