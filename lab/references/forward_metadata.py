@@ -2,7 +2,8 @@
 `lab.metadata` with it. A *slot* is the index of a token in the K/V pool.
 
 ``batch`` and ``pool`` are any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and ``KVPool`` that
-`forward_metadata` lists. Rules are SGLang 0.5.23's. The host reads device tensors.
+`forward_metadata` lists. Rules are SGLang 0.5.23's. The host reads device tensors, a whole row
+at a time, because each read waits for the GPU.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], 
         return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
 
     has_swa = pool.full_to_swa is not None
-    swa_slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()] if has_swa else []
+    swa_slots = pool.full_to_swa[batch.out_cache_loc.long()].tolist() if has_swa else []
     return ForwardMetadata(
         cache_seqlens=key_lens,
         max_seq_len_q=max(query_lens) if query_lens else _stated_query_length(batch),
@@ -158,7 +159,8 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
-    return len(own), [int(pool.req_to_token[row, own[i]]) // size // page_size for i in range(0, len(own), page_size)]
+    tokens = pool.req_to_token[row].tolist()
+    return len(own), [tokens[own[i]] // size // page_size for i in range(0, len(own), page_size)]
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,12 @@ def dsa_forward_metadata(
     for i, request in enumerate(batch.req_pool_indices.tolist()):
         rows = query_length(batch, i)
         last = int(batch.seq_lens[i]) if is_decode else key_length(batch, i)
+        tokens = pool.req_to_token[request].tolist()
         for seen in range(last - rows + 1, last + 1):
             whole = max(seen, 0) // index_kpool * index_kpool
             seq_lens.append(seen if is_decode else min(whole, index_topk) + max(seen, 0) - whole)
             own = selected[len(places)] if len(places) < len(selected) else []
-            places.append([int(pool.req_to_token[request, at]) if at >= 0 else -1 for at in own])
+            places.append([tokens[at] if at >= 0 else -1 for at in own])
     if places and not is_decode:
         seq_lens += [0] * (batch.num_tokens - len(places))
         places += [[]] * (batch.num_tokens - len(places))
@@ -237,10 +240,13 @@ def dsv4_forward_metadata(
             rows.append((request, max(seen, 1) if mode == "DRAFT_EXTEND_V2" else seen))
     if mode == "RAGGED_VERIFY" and rows:
         rows += [(rows[-1][0], 1)] * (batch.num_tokens - len(rows))
-    table, slots_of = [], {request: pool.req_to_token[request].tolist() for request, _ in rows}
+    table, slots_of, windowed = [], {}, {}
+    for request, most in dict(sorted(rows)).items():
+        tokens = pool.req_to_token[request, : max(most, 0)]
+        slots_of[request], windowed[request] = tokens.tolist(), pool.full_to_swa[tokens.long()].tolist()
     for row, (request, seen) in enumerate(rows):
         slots = slots_of[request]
-        cells = [int(pool.full_to_swa[slots[at]]) if at >= 0 else -1 for at in range(seen - 1, seen - 129, -1)]
+        cells = [windowed[request][at] if at >= 0 else -1 for at in range(seen - 1, seen - 129, -1)]
         groups = list(range(seen // compress_ratio)) if compress_ratio else []
         if topk_indices is not None:
             groups = topk_indices[row].tolist()[: len(groups)]
@@ -268,15 +274,16 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]
+    chosen = topk_pages.tolist()
     for i, request in enumerate(batch.req_pool_indices.tolist()):
-        last = key_length(batch, i)
+        last, tokens = key_length(batch, i), pool.req_to_token[request].tolist()
         for seen in range(last - query_length(batch, i) + 1, last + 1):
             pages = range(0, seen, pool.page_size)
             seq_lens.append(max(1, seen - pool.page_size * len(pages[:-16])))
-            for of_head, selected in zip(slots, topk_pages.tolist(), strict=True):
+            visible = tokens[: max(seen, 0)]
+            for of_head, selected in zip(slots, chosen, strict=True):
                 starts = [page * pool.page_size for page in selected[len(of_head)] if page >= 0]
-                own = [at for start in starts for at in range(start, min(start + pool.page_size, seen))]
-                of_head.append([int(pool.req_to_token[request, at]) for at in own])
+                of_head.append([at for start in starts for at in visible[start : start + pool.page_size]])
     return BlockSparseForwardMetadata(seq_lens, slots)
 
 
@@ -312,17 +319,13 @@ def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = No
     request's row of ``req_to_token``. With ``full_to_swa`` the pages are those of the sliding-window pool. Slot -1 is in page
     -1. With ``v2p``, in the full pool, slot -1 and a virtual page without a physical page have page id 0.
     """
-    pages = []
     v2p = getattr(pool, "v2p", None)
-    for start in range(0, min(length, pool.max_context_len), pool.page_size):
-        slot = int(pool.req_to_token[row, start])
-        if full_to_swa is not None:
-            slot = int(full_to_swa[slot])
-        page = slot // pool.page_size
-        if full_to_swa is None and v2p is not None:
-            page = max(int(v2p[page]), 0) if page >= 0 else 0
-        pages.append(page)
-    return pages
+    slots = pool.req_to_token[row, : max(0, min(length, pool.max_context_len)) : pool.page_size]
+    pages = (slots if full_to_swa is None else full_to_swa[slots.long()]) // pool.page_size
+    if full_to_swa is None and v2p is not None:
+        pages = v2p[pages.clamp(min=0).long()].clamp(min=0).where(pages >= 0, 0)
+    found: list[int] = pages.tolist()
+    return found
 
 
 def _stated_query_length(batch: Any) -> int:
