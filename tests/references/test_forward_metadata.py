@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.references.forward_metadata import (
     BlockSparseForwardMetadata,
@@ -292,3 +293,34 @@ def test_a_block_sparse_row_counts_16_pages_and_has_the_slots_of_those_that_each
 def test_prebuilt_has_no_metadata() -> None:
     with pytest.raises(ValueError, match="PREBUILT runs no attention"):
         forward_metadata(batch("PREBUILT", [4, 5]), pool())
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda given, pool: forward_metadata(given, pool),
+        lambda given, pool: mla_forward_metadata(given, pool, counts_draft=True),
+        lambda given, pool: mla_dcp_metadata(int(given.seq_lens[0]), 1, pool, 2, 0),
+        lambda given, pool: dsa_forward_metadata(
+            given, pool, torch.arange(given.seq_lens[0]).unsqueeze(0), index_topk=8
+        ),
+        lambda given, pool: dsv4_forward_metadata(given, pool, compress_ratio=0),
+        lambda given, pool: block_sparse_forward_metadata(given, pool, torch.tensor([[[0, 1, 2]]])),
+    ],
+    ids=["forward", "mla", "dcp", "dsa", "dsv4", "block sparse"],
+)
+def test_tensors_are_not_read_once_for_each_token_because_each_read_waits_for_the_gpu(build: Any) -> None:
+    counts = []
+    for keys in (2, 12):
+        with _Operations() as operations:
+            build(batch("DECODE", [keys]), pool(has_swa=True))
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
