@@ -37,7 +37,7 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 # chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
-SHOWN_RIGHT = 0.1  # a literal stays if it excludes this number of right results per wrong result inside the rule
+SHOWN_RIGHT = 0.05  # a literal stays if it excludes this number of right results per wrong result inside the rule
 MOST_LITERALS = 4  # of a rule to which right cases inside add conditions
 VARIANT_BITS = 6.0  # evidence of a right variant of a wrong case for a condition that excludes it
 SURE_BITS = 3.0  # by which the evidence for such a condition must exceed its cost

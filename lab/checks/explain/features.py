@@ -51,7 +51,7 @@ WATCHED = {
 
 FEATURES: dict[str, CaseFeature] = {
     # Of a request.
-    "kv_len": Number("a request has {} keys", Cost.VALUE),
+    "kv_len": Number("a request has {} keys", Cost.VALUE, several="a request has several keys"),
     "q_len": Number("a request has {} query rows", Cost.VALUE, several="a request has several query rows"),
     "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
     "request": Number("a request's place in the batch is {}", Cost.VALUE),
@@ -125,7 +125,7 @@ FEATURES: dict[str, CaseFeature] = {
         "a compressed entry's index is {at least|below} the other page size", Cost.VALUE
     ),
     # Of a batch.
-    "page_size": Number("page_size is {}", Cost.VALUE),
+    "page_size": Number("page_size is {}", Cost.VALUE, several="pages have several tokens"),
     "has_window": Condition("{a|no} window is set"),
     "window_left": Number("window_left is {}", Cost.VALUE),
     "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
@@ -151,7 +151,7 @@ FEATURES: dict[str, CaseFeature] = {
     "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.VALUE),
     "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
     "num_kv_heads_no_power_of_2": Condition(f"num_kv_heads is {POWER_OF_2}", Cost.VALUE),
-    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
+    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED, several="there are several query heads"),
     "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
     "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),
     "sinks": Condition("{sinks|no sinks} are given"),
@@ -253,7 +253,7 @@ FEATURES: dict[str, CaseFeature] = {
     "sliding_window": Condition("the layer has {a|no} sliding window", Cost.VALUE),
     "attention": Choice("the attention of a draft step", Cost.VALUE),
     "num_heads": Number("the number of heads is {}", Cost.DERIVED),
-    "topk": Number("topk is {}", Cost.VALUE),
+    "topk": Number("topk is {}", Cost.VALUE, several="topk is more than 1"),
     "num_steps": Number("num_steps is {}", Cost.VALUE),
     "positions_differ": Condition("positions are {not |}the prefix lengths", Cost.VALUE),
     "steps_fill_pages": Condition(

@@ -271,17 +271,17 @@ def test_of_few_wrong_results_a_right_one_without_a_single_parameter_value_suppo
 @pytest.mark.parametrize(
     ("right", "of_wrong_results", "is_kept"),
     [
-        (2, False, True),  # two results without a mask are right, a tenth of the twenty wrong ones with it
+        (2, False, True),  # two results without a mask are right, a twentieth of the forty wrong ones with it
         (1, False, False),
         (9, True, False),  # in the results without a mask another request is wrong
     ],
 )
-def test_a_literal_of_many_wrong_results_excludes_a_tenth_as_many_right_ones(
+def test_a_literal_of_many_wrong_results_excludes_a_twentieth_as_many_right_ones(
     right: int, of_wrong_results: bool, is_kept: bool
 ) -> None:
-    units = [*[{"sinks": True, "mask": True}] * 20, *[{"mask": True}] * 20, *[{"sinks": True}] * right * 2]
-    is_wrong = np.array([True] * 20 + [False] * 20 + [of_wrong_results, False] * right)
-    result_of = np.array([*range(40), *np.arange(2 * right) // 2 + 40])
+    units = [*[{"sinks": True, "mask": True}] * 40, *[{"mask": True}] * 20, *[{"sinks": True}] * right * 2]
+    is_wrong = np.array([True] * 40 + [False] * 20 + [of_wrong_results, False] * right)
+    result_of = np.array([*range(60), *np.arange(2 * right) // 2 + 60])
     found = supported((Literal("sinks", "is"), Literal("mask", "is")), units, is_wrong, result_of)
     assert [str(each) for each in found] == ["sinks", "mask"][: 1 + is_kept]
 

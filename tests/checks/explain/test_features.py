@@ -922,6 +922,7 @@ def test_a_value_at_an_old_address_is_compared_also_if_its_tensor_is_new() -> No
     del scale
     other = torch.empty(0).set_(storage, 0, (1,)).mul_(2)  # type: ignore[call-overload]
     assert log.read(arguments | {"bmm1_scale": other})["written_bmm1_scale"]
+    assert log.read(arguments | {"bmm1_scale": other.div_(2)})["written_bmm1_scale"]  # it had another value between
 
 
 def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
