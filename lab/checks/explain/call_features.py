@@ -152,7 +152,6 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
     sizes = {name: getattr(problem, name) for name in SIZES}
     padding_rows, required = problem.num_rows - sum(problem.q_lens()), problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
-    sage_blocks = arguments.get("num_elts_per_sage_attn_blk", (0, 0))
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
@@ -180,8 +179,8 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "other_out_dtype": problem.out_dtype != (torch.bfloat16 if interface in LATENT_CALLS else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "lse_of_three_axes": getattr(arguments.get("lse"), "ndim", 0) == 3,
-        "sage_rows": sage_blocks[0] or None,
-        "sage_keys": sage_blocks[1] or None,
+        "sage_rows": arguments.get("num_elts_per_sage_attn_blk", (0,))[0] or None,
+        "sage_keys": arguments.get("num_elts_per_sage_attn_blk", (0, 0))[1] or None,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "used_scratch": _used_scratch(arguments, query.device),
         **{name: Feature[name.upper()] in required for name in OF_PROBLEM},

@@ -94,8 +94,7 @@ def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
     error, and fewer units with it are wrong than units without such values.
     """
     tags = [
-        {name for name in each if name.startswith(HIDING)} | {str(each.get("contents", ""))}.difference(SHOWING)
-        for each in units
+        {str(each.get("contents")), *(name for name in each if name.startswith(HIDING))} - SHOWING for each in units
     ]
     plain = wrong[[not each for each in tags]]
     every, bad = (Counter(itertools.chain(*some)) for some in (tags, itertools.compress(tags, wrong)))

@@ -38,7 +38,7 @@ NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path",
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 # A right case with one of these parameter values shows no condition: the value can hide an error.
 HIDING = ("bmm1_size=", "bmm2_size=", "contents=", "pages=", "sinks=some", "skip_softmax=")
-SHOWING = ("", "random", "counted")  # contents with which right results show conditions
+SHOWING = frozenset(("None", "random", "counted"))  # contents with which right results show conditions
 SMALL_SCALE = 0.001
 LOADED_COLUMNS = 4  # int32 columns in the widest load of a GPU's thread, which has 16 bytes
 NEGATION_BITS = 2.5
