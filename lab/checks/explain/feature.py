@@ -75,7 +75,7 @@ class Condition:
         tests are preferred. `column` has the feature's values for all units (requests or results).
         """
         yield "is", True, 0.0
-        yield "is not", True, NEGATION_BITS
+        yield "is not", True, NEGATION_BITS * (1 if self.cost == Cost.ARGUMENT else 2)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ FEATURES: dict[str, CaseFeature] = {
         f"{{an|no}} entry in the first {EMPTY_COLUMNS} columns of a row is not used", Cost.VALUE
     ),
     "empty_block": Condition("{an|no} aligned block of 32 columns before a row's entry has no used entry", Cost.VALUE),
-    "num_entries": Number("a row of a request selects {} entries", Cost.DERIVED),
+    "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
     "other_lens_at_request": Condition(

@@ -19,6 +19,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
     first_row = max(kv_len - q_len, 0)
     return {
         "kv_len": kv_len,
+        "num_entries": kv_len,  # unless the rows select entries
         "q_len": q_len,
         "pages": -(-kv_len // page_size),
         "request": request,

@@ -365,6 +365,7 @@ def test_a_request_has_its_largest_page_and_may_fill_its_bounds() -> None:
 
     tables = ints(7, 2, 5, 9, 9, 9, 1, 3, 9, 9, 9, 9).view(2, 6)
     assert [each["largest_page"] for each in of_requests(block_tables=tables)] == [7, 3]
+    assert [each["num_entries"] for each in of_requests()] == [40, 24]  # a row without a selection reads all keys
     filled = [[name in each for name in ("at_kv_bound", "at_table_end")] for each in of_requests(max_seq_len=40)]
     assert filled == [[True, False], [False, False]]
     narrow = of_requests(block_tables=tables[:, :3].contiguous(), max_seq_len=41)
