@@ -8,10 +8,9 @@ requests, rows and keys grow, shrink and return to the first values. On a CPU th
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from lab.calls.problem import LATENT_CALLS, AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
@@ -22,17 +21,17 @@ from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.variants import Maker, made_again
 from lab.checks.run.support_protocol import KernelError, Unsupported
-from lab.metadata.engine.capture import capturing
+from lab.metadata.engine.capture import capture
 from lab.ranges import SEEDS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
 from lab.workloads.inputs.contents import unwritten
+from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import PAGED_CALLS
 
 LONG = (4096, 32768)  # keys of a long request, which is replayed in a graph that was captured with few keys
 MOST_BETWEEN = 1024  # most keys of a request in the eager call between replays, apart from two tiles
-KEPT = ("workspace_buffer", "out")  # arguments that are not overwritten by those of a batch
 # Configurations of DeepSeek-V4's call. The smoke level has the first three, and one with a long request.
 OF_TWO_POOLS: tuple[dict[str, Any], ...] = (
     {"q_len": 2, "lengths": Lengths.EQUAL},
@@ -196,22 +195,14 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
     """Capture a call in a CUDA graph, and return a function that replays it. On a CPU, this function makes the call eagerly."""
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:  # None: the call reads offsets on the host
         return made_again(run, call)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # the first call compiles kernels and allocates memory, before the capture
-        run.call(call)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, stream=stream):
-            result = run.call(call)
-    torch.cuda.current_stream().wait_stream(stream)
+    replay, result = capture(partial(run.call, call), run.device)
 
-    def replay() -> Result:
-        graph.replay()
+    def replayed() -> Result:
+        replay()
         torch.cuda.synchronize()
-        return result
+        return cast(Result, result)
 
-    return replay
+    return replayed
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
@@ -233,7 +224,7 @@ class Replay:
     """
 
     def __init__(self, run: CaseRun, room: BuiltCall, first: BuiltCall, make: Maker = captured) -> None:
-        self.run, self.call = run, GivenCall(room.interface, room.given)
+        self.run, self.call, self._inputs = run, GivenCall(room.interface, room.given), room.read
         self._load(first)
         self._replay = make(run, self.call)
 
@@ -266,23 +257,10 @@ class Replay:
 
     def _load(self, batch: BuiltCall) -> None:
         self._rows = batch.rows
-        for name, new in batch.given.items():
-            if name not in KEPT:
-                for kept, part in zip(_tensors(self.call.given[name]), _tensors(new), strict=True):
-                    _overwrite(kept, part)
-
-
-def _tensors(value: Any) -> tuple[Tensor, ...]:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(each for each in values if isinstance(each, Tensor))
-
-
-def _overwrite(kept: Tensor, new: Tensor) -> None:
-    if new.dtype.itemsize == 1:  # float8 has no comparison
-        kept, new = kept.view(torch.uint8), new.view(torch.uint8)
-    part = kept[tuple(map(slice, new.shape))]
-    if not torch.equal(part, new):
-        part.copy_(new)
+        for name, new in batch.read.items():
+            part = self._inputs[name][tuple(map(slice, new.shape))]
+            if not same_bits(part, new):
+                part.copy_(new)
 
 
 CHECK = Check("K9", __doc__, _cases, _judge, tuple(FAMILIES), drawn=_roomy)
