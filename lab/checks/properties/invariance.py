@@ -18,10 +18,9 @@ from lab.calls.allowed import CHOICES
 from lab.calls.problem import LATENT_CALLS
 from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
-from lab.checks.parameters.call_kinds import NVFP4_CACHE
 from lab.checks.parameters.models import FAMILIES, MODELS
 from lab.checks.parameters.paged_axes import DECODES
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import NVFP4_CACHE, Check, Scope
 from lab.checks.properties.k06_workspace import filled, scratch_of
 from lab.checks.properties.k07_batch import another_query, batch_sizes, positions
 from lab.checks.properties.k08_decomposition import halves, several_rows, single_rows

@@ -15,8 +15,7 @@ import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_kinds import NVFP4_CACHE
-from lab.checks.properties.check import Check, Scope, itself
+from lab.checks.properties.check import NVFP4_CACHE, Check, Scope, itself
 from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.references.softmax_attention import E4M3_MAX
 from lab.workloads.attention_case import AttentionCase, Contents, Storage

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_kinds import WITHOUT_RANKS
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import WITHOUT_RANKS, Check, Scope
 from lab.checks.properties.variants import Variant, part
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents

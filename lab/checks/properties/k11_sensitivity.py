@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_kinds import WITHOUT_RANKS
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import WITHOUT_RANKS, Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests

@@ -11,9 +11,8 @@ from dataclasses import replace
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import NUM_BUILDS, edge_lengths
-from lab.checks.parameters.call_kinds import of_rank
 from lab.checks.parameters.paged_axes import RANKS
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import Check, Scope, of_rank
 from lab.workloads.attention_case import AttentionCase, Contents
 
 MOST_REQUESTS = 16

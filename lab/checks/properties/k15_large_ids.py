@@ -10,8 +10,7 @@ from itertools import chain
 
 from lab.calls.problem import NVFP4
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_kinds import KINDS, NVFP4_CACHE
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import KINDS, NVFP4_CACHE, Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 
 SIGNED_ELEMENTS = 2**31

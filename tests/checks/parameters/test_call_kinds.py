@@ -10,10 +10,9 @@ from lab import references
 from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks import Level, Outcome, Ranges
 from lab.checks.parameters.attention import balanced
-from lab.checks.parameters.call_kinds import BLOCK_SPARSE, KINDS, NVFP4_CACHE, ONE_RANK, SELECTED_ENTRIES
 from lab.checks.parameters.paged_axes import RANKS
 from lab.checks.properties import checks
-from lab.checks.properties.check import Check
+from lab.checks.properties.check import BLOCK_SPARSE, KINDS, NVFP4_CACHE, ONE_RANK, SELECTED_ENTRIES, Check
 from lab.checks.run.judging import run_case
 from lab.workloads.attention_case import AttentionCase, Contents, Entries, HeadPages, Storage
 from lab.workloads.inputs.attention import new_pools
