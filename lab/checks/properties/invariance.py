@@ -16,7 +16,6 @@ import torch
 from lab.calls import CALL_TYPES
 from lab.calls.allowed import CHOICES
 from lab.calls.problem import LATENT_CALLS
-from lab.calls.workspace import counts_in_workspace
 from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters.models import FAMILIES, MODELS
 from lab.checks.parameters.paged_axes import DECODES
@@ -112,11 +111,10 @@ def _neighbours(_: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
 
 
 def _workspaces(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:
-    workspace = new_workspace(run.device)
-    yield Variant("another workspace", inputs, {"workspace_buffer": workspace})
-    counts = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
-    for what in filled(scratch_of(workspace, counts)):
-        yield Variant(what, inputs, {"workspace_buffer": workspace})
+    changes = {"workspace_buffer": new_workspace(run.device)}
+    yield Variant("another workspace", inputs, changes)
+    for what in filled(scratch_of(run, inputs.arguments() | changes)):
+        yield Variant(what, inputs, changes)
 
 
 def _repeats(run: CaseRun, inputs: CallInputs) -> Iterator[Variant]:

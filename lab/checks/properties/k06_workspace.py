@@ -7,6 +7,7 @@ test that zeroes the workspace before each call finds no error. A call must not 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,10 @@ LEFT = 0x5A  # the value of each byte of a workspace that no call may write any 
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    counts = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
     workspace = new_workspace(run.device)
-    semaphores, _ = semaphores_and_scratch(workspace)
-    handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
-    counters = handed_out | ({"the workspace": semaphores} if counts else {})
+    handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros(SEMAPHORE_BYTES, dtype=torch.uint8, device=run.device)}
     call = GivenCall(inputs.interface, inputs.arguments() | {"workspace_buffer": workspace} | handed_out)
+    counters = handed_out | counters_of(run, call.given)
     first = run.call(call)
     run.expect_close("a zeroed workspace", first, inputs.truth())
     expect_counters_zero(run, "a call", counters)
@@ -37,7 +36,7 @@ def _judge(run: CaseRun) -> None:
     expect_counters_zero(run, "a call of another shape", counters)
     run.expect_equal_bits("again, after another shape", run.again(call), first)
 
-    scratch = expect_any_scratch(run, call, first, counts)
+    scratch = expect_any_scratch(run, call, first)
     out = inputs.new_out()
     into = run.vary("an unwritten output", inputs, out=out)
     if into is not None:
@@ -54,6 +53,12 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
+def counters_of(run: CaseRun, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the counters in the workspace of a call, by the workspace's name; {} if the called kernel has none there."""
+    counts = counts_in_workspace(arguments.get("backend", "auto"), run.device)
+    return {"the workspace": semaphores_and_scratch(arguments["workspace_buffer"])[0]} if counts else {}
+
+
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
@@ -61,20 +66,21 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
         run.expect(f"the counters after {what}", [wrong] if count else [])
 
 
-def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, has_counters: bool) -> Tensor:
+def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result) -> Tensor:
     """Repeat a call with NaN, and again with large values, in its workspace except the counters. Expect the bits of `first`.
     Return the part of the workspace that was filled.
     """
-    scratch = scratch_of(call.given["workspace_buffer"], has_counters)
+    scratch = scratch_of(run, call.given)
     for what in filled(scratch):
         run.expect_equal_bits(what, run.again(call), first)
     return scratch
 
 
-def scratch_of(workspace: Tensor, has_counters: bool) -> Tensor:
-    """Return a workspace after its counters; all of it if it has none and the kernel wrote into the bytes for them."""
+def scratch_of(run: CaseRun, arguments: dict[str, Any]) -> Tensor:
+    """Return a call's workspace after its counters; all of it if it has none and the kernel wrote into the bytes for them."""
+    workspace: Tensor = arguments["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)
-    return workspace if not has_counters and semaphores.any() else scratch
+    return workspace if not counters_of(run, arguments) and semaphores.any() else scratch
 
 
 def filled(scratch: Tensor) -> Iterator[str]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k05_guards import expect_into_out
-from lab.checks.properties.k06_workspace import expect_any_scratch, expect_counters_zero, expect_left_alone
+from lab.checks.properties.k06_workspace import counters_of, expect_any_scratch, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.backend import MLALayer, merge_by_lse
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
@@ -52,10 +51,9 @@ def _cases(scope: Scope) -> Iterator[RaggedCase]:
         yield RaggedCase((0, 3), (4200, 2), num_heads=1, dtype=first)  # more than 64 tiles of 64 rows
         yield RaggedCase((0,) * 514, (*(128,) * 513, 9), num_heads=1, dtype=first)  # more than 65,535 rows
     for seed in range(scope.counted(0, 24)):
-        lengths = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
-        yield RaggedCase(
-            tuple(lengths[0]), tuple(lengths[1]), chunk=100, num_heads=1 + seed % 3, dtype=first, seed=seed
-        )
+        generator = torch.Generator().manual_seed(seed)
+        prefix_lens, q_lens = map(tuple, torch.randint(0, 300, (2, 5), generator=generator).tolist())
+        yield RaggedCase(prefix_lens, q_lens, chunk=100, num_heads=1 + seed % 3, dtype=first, seed=seed)
 
 
 def _judge(run: CaseRun) -> None:
@@ -182,13 +180,10 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # two more padding rows, for a new shape
-    workspace = new_workspace(run.device)
-    call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
+    call = replace(call, given=call.given | {"query": query, "workspace_buffer": new_workspace(run.device)})
     first = run.call(call).copied()
-    counts = counts_in_workspace(call.given.get("backend", "auto"), run.device)
-    if counts:
-        expect_counters_zero(run, "a call", {"the workspace": semaphores_and_scratch(workspace)[0]})
-    scratch = expect_any_scratch(run, call, first, counts)
+    expect_counters_zero(run, "a call", counters_of(run, call.given))
+    scratch = expect_any_scratch(run, call, first)
     other = run.again(call, query=-query, workspace_buffer=new_workspace(run.device))
     kept = other.copied()
     run.expect_equal_bits("again, after other queries in another workspace", run.again(call), first)
