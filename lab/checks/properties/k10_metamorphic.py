@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, AttentionCall
+from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
+from lab.checks.parameters.values import Cache
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.variants import Variant
 from lab.references.errors import Truth
@@ -23,7 +23,7 @@ from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import CallInputs
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.ragged import RaggedInputs
-from lab.workloads.inputs.views import GAP, apart
+from lab.workloads.inputs.views import GAP, Layout, apart
 
 MOST_HEADS = 32
 LARGE_PAGE = 256  # tokens; some kernels were wrong for pages of this size
@@ -98,31 +98,17 @@ def page_sizes(run: CaseRun) -> Iterator[Variant]:
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
+    spread = replace(inputs, block_tables=apart(inputs.block_tables, -2, GAP))
     run.vary("a page table with gaps between its rows", spread, base)
     if run.case.top_k:
         entries = apart(inputs.arguments()["block_tables"], -2, GAP)
         run.vary("selected entries with gaps between their rows", inputs, base, block_tables=entries)
-    run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
-    keys = in_wider_pages(inputs.k_pages)
-    values = keys if run.case.is_mla else in_wider_pages(inputs.v_pages)
+    run.vary("a query with gaps between its rows", replace(inputs, query=Layout.ROWS_APART.of(inputs.query)), truth)
+    keys = Cache.PAGES_APART.of(inputs.k_pages, 1)
+    values = keys if run.case.is_mla else Cache.PAGES_APART.of(inputs.v_pages, 1)
     run.vary("pages with gaps between them", replace(inputs, k_pages=keys, v_pages=values), truth)
     if not run.case.is_mla:
         run.vary("V pages with gaps, K pages without", replace(inputs, v_pages=values), truth)
-
-
-def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Copy a tensor with gaps in memory between its rows. A gap is longer than a row and holds large finite values."""
-    rows = tensor.flatten(1)
-    large = torch.finfo(E4M3).max if tensor.dtype == E4M3 else 2**15
-    wide = torch.full((len(rows), 2 * rows.shape[1] + 16), large, dtype=tensor.dtype, device=tensor.device)
-    wide[:, : rows.shape[1]] = rows
-    return wide.as_strided(tensor.shape, (wide.stride(0), *tensor.stride()[1:]))
-
-
-def in_wider_pages(pages: Tensor) -> Tensor:
-    """Copy pages with a page of zeros in memory after each page."""
-    return torch.stack((pages, torch.zeros_like(pages)), dim=1)[:, 0]
 
 
 def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
