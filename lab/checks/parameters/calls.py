@@ -101,7 +101,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
     if (factor := of["bmm1_scale"].query_factor) != 1.0:
         inputs = replace(inputs, query=inputs.query * factor)
     call = BuiltCall(of, inputs, inputs.arguments())
-    forms = (_plain_values, *family.forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse, _far)
+    forms = (_plain_values, family.set_forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse, _far)
     for form in forms:
         form(call)
     return call

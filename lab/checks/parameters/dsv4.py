@@ -2,7 +2,8 @@
 of the last tokens, and compressed entries of all tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,39 +116,38 @@ def dsv4_inputs(
     lengths, and the call has sinks. `seed` is added to the seed of the data. If `moved`, the requests have other pages.
     """
     has_sinks = lens is not None or of["sinks"] != Sinks.NONE
-    lengths = lens or lens_of(of)
-    columns = of["columns"] - WINDOW_COLUMNS
-    compressed = tuple(-(-kv_len // COMPRESSION) for kv_len in lengths.kv_lens)
-
-    def case(kv_lens: tuple[int, ...], entries: str, top_k: int, page_size: int, pool: int) -> AttentionCase:
-        tail = TAILS.get(of["sparse_indices"], TableTail.FOREIGN)
-        return AttentionCase(
-            AttentionCall.MLA_DECODE,
-            kv_lens,
-            lengths.q_lens,
-            num_kv_heads=1,
-            group=of["heads"],
-            head_dim=of["head_dim"],
-            v_head_dim=of["head_dim"],
-            dtype=of["dtypes"].query,
-            kv_dtype=of["dtypes"].cache,
-            arithmetic=of["dtypes"].query,
-            sinks=has_sinks,
-            offsets=of["offsets"] != Offsets.NONE,
-            top_k=top_k,
-            entries=Entries[entries.upper()] if top_k else None,
-            seed=of.seed + 2 * seed + pool,
-            storage=Storage(page_size, table_tail=tail, page_seed=of.seed + moved + pool),
-        )
-
-    return build_dsv4(
-        case(lengths.kv_lens, of["window_entries"], WINDOW_COLUMNS, of["page_size"], 0),
-        case(compressed, of["compressed_entries"], columns, of["compressed_page_size"], 1),
-        device,
+    lengths, columns = lens or lens_of(of), of["columns"] - WINDOW_COLUMNS
+    tail, page_seed = TAILS.get(of["sparse_indices"], TableTail.FOREIGN), of.seed + moved
+    window = AttentionCase(
+        AttentionCall.MLA_DECODE,
+        lengths.kv_lens,
+        lengths.q_lens,
+        num_kv_heads=1,
+        group=of["heads"],
+        head_dim=of["head_dim"],
+        v_head_dim=of["head_dim"],
+        dtype=of["dtypes"].query,
+        kv_dtype=of["dtypes"].cache,
+        arithmetic=of["dtypes"].query,
+        sinks=has_sinks,
+        offsets=of["offsets"] != Offsets.NONE,
+        top_k=WINDOW_COLUMNS,
+        entries=Entries[of["window_entries"].upper()],
+        seed=of.seed + 2 * seed,
+        storage=Storage(of["page_size"], table_tail=tail, page_seed=page_seed),
     )
+    compressed = replace(
+        window,
+        kv_lens=tuple(-(-kv_len // COMPRESSION) for kv_len in lengths.kv_lens),
+        top_k=columns,
+        entries=Entries[of["compressed_entries"].upper()] if columns else None,
+        seed=window.seed + 1,
+        storage=replace(window.storage, page_size=of["compressed_page_size"], page_seed=page_seed + 1),
+    )
+    return build_dsv4(window, compressed, device)
 
 
-def _pools(call: BuiltCall) -> None:
+def set_dsv4_forms(call: BuiltCall) -> None:
     form, is_nhd = call.forms["cache"], call.forms["kv_layout"] == "NHD"
     if form == Cache.ONE_TENSOR:
         _join_pools(call.given)
@@ -183,6 +183,3 @@ def _last_page(call: BuiltCall, of_window: bool) -> int:
     is_window = torch.arange(problem.selected.shape[1], device=problem.selected.device) < WINDOW_COLUMNS
     places = problem.selected.where(problem.columns_in_use() & (is_window == of_window), 0)
     return max(places.flatten().tolist(), default=0) // pool.shape[2]
-
-
-DSV4_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_pools,)

@@ -120,16 +120,16 @@ def judge_metadata(run: CaseRun) -> None:
     later = first.later(of["later"])
     pool = _pool(of, first, later, of.seed, run.device)
     batch = _batch(of, first, pool)
-    changed = _watched(_built(run, "the metadata", batch, pool, _features(run, first)))
+    changed = _watched(_built(run, "the metadata", batch, pool, features_of(run, first)))
     if of["later"] == Later.RENUMBERED:
         _renumber(batch, pool, of.seed)
     else:
         pool = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
         batch = _batch(of, later, pool)
-    again = _built(run, "the metadata of a later pass", batch, pool, _features(run, later))
+    again = _built(run, "the metadata of a later pass", batch, pool, features_of(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in changed()]
-    run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
-    expect_own_tensors(run, batch, pool, again, _features(run, later))
+    run.expect("the first pass's metadata", wrongs, "metadata", features_of(run, first))
+    expect_own_tensors(run, batch, pool, again, features_of(run, later))
 
 
 def expect_own_tensors(
@@ -144,17 +144,21 @@ def expect_own_tensors(
             return
 
 
-def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
+def features_of(run: CaseRun, case: Any) -> CallFeatures:
+    """Return the features of the pass or the draft `case`, and those of the run's case."""
     of_pass = features_of_case(case)
     return replace(of_pass, features={**of_pass.features, **run.called.features})
 
 
 def _built(run: CaseRun, what: str, batch: ForwardBatch, pool: KVPool, features: CallFeatures) -> Any:
     metadata = builder_of(run, run.case.interface, what, features)(batch, pool, **_options(run.case))
-    run.judged += 1
-    wrongs = [f"{what}: {each}" for each in _wrong(run.case, batch, pool, metadata) if each]
-    run.expect(what, wrongs, "metadata", features)
+    expect_metadata(run, what, _wrong(run.case, batch, pool, metadata), features)
     return metadata
+
+
+def expect_metadata(run: CaseRun, what: str, wrongs: Iterable[str | None], features: CallFeatures) -> None:
+    run.judged += 1
+    run.expect(what, [f"{what}: {each}" for each in wrongs if each], "metadata", features)
 
 
 def _options(of: Configuration) -> dict[str, Any]:

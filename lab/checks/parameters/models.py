@@ -11,12 +11,11 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
-from lab.checks.parameters.dsv4 import DSV4_FORMS, dsv4_inputs, dsv4_model
-from lab.checks.parameters.lists import LISTS
-from lab.checks.parameters.metadata_axes import METADATA
+from lab.checks.parameters.dsv4 import dsv4_inputs, dsv4_model, set_dsv4_forms
+from lab.checks.parameters.metadata_axes import LISTS, METADATA
 from lab.checks.parameters.paged_axes import paged_model
-from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs, redrawn_paged
-from lab.checks.parameters.ragged import RAGGED_FORMS, ragged_inputs, ragged_model, redrawn_ragged
+from lab.checks.parameters.paged_calls import paged_inputs, redrawn_paged, set_paged_forms
+from lab.checks.parameters.ragged import ragged_inputs, ragged_model, redrawn_ragged, set_ragged_forms
 from lab.checks.parameters.values import Chosen, DtypePair, HeadDims
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
@@ -26,15 +25,15 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 @dataclass(frozen=True)
 class CallFamily:
     inputs: Callable[..., Any]  # returns the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`
-    # These functions change the arguments that no other attention function has, as a configuration says.
-    forms: tuple[Callable[[BuiltCall], None], ...]
+    # changes the arguments that no other attention function has, as a configuration says
+    set_forms: Callable[[BuiltCall], None]
     redrawn: Callable[..., Any]  # returns the tensors of a case with other lengths and another seed, for a graph replay
 
 
 FAMILIES: Mapping[AttentionCall, CallFamily] = {
-    **dict.fromkeys(PAGED_CALLS, CallFamily(paged_inputs, PAGED_FORMS, redrawn_paged)),
-    AttentionCall.RAGGED_CONTEXT: CallFamily(ragged_inputs, RAGGED_FORMS, redrawn_ragged),
-    AttentionCall.DSV4_DECODE: CallFamily(dsv4_inputs, DSV4_FORMS, dsv4_inputs),
+    **dict.fromkeys(PAGED_CALLS, CallFamily(paged_inputs, set_paged_forms, redrawn_paged)),
+    AttentionCall.RAGGED_CONTEXT: CallFamily(ragged_inputs, set_ragged_forms, redrawn_ragged),
+    AttentionCall.DSV4_DECODE: CallFamily(dsv4_inputs, set_dsv4_forms, dsv4_inputs),
 }
 _cached = functools.lru_cache(maxsize=8)
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(

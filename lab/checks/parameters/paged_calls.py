@@ -181,9 +181,7 @@ def redrawn_paged(
     """
     has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
     storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
-    drawn = replace(
-        case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
-    )
+    drawn = replace(case, **lens._asdict(), seed=case.seed + seed, sinks=has_sinks, storage=storage)
     return replace(build_attention(drawn, device), shown=random_mask(drawn).to(device))
 
 
@@ -254,22 +252,6 @@ def _cache(call: BuiltCall) -> None:
         call.given["kv_cache"] = with_odd_strides(cache) if form == Cache.FOUR_AXES_ODD_STRIDES else cache
 
 
-def _tables(call: BuiltCall) -> None:
-    form, tables = call.forms["block_tables"], call.given["block_tables"]
-    if form in (Tables.ROWS_APART, Tables.SEPARATE_ROWS_APART):
-        call.given["block_tables"] = apart(tables, -2, GAP + 1)
-    elif form == Tables.AT_AN_ELEMENT:
-        call.given["block_tables"] = Layout.AT_AN_ELEMENT.of(tables)
-
-
-def _mask(call: BuiltCall) -> None:
-    form = call.forms.get("mask", Mask.NONE)
-    if form == Mask.BITS_AFTER:
-        call.given["mask"] = with_bits_after(call.given["mask"].cpu()).to(call.device)
-    elif form == Mask.AT_A_WORD:
-        call.given["mask"] = Layout.AT_AN_ELEMENT.of(call.given["mask"])
-
-
 def _selection(call: BuiltCall) -> None:
     if not call.inputs.case.top_k:
         return
@@ -282,4 +264,16 @@ def _selection(call: BuiltCall) -> None:
         call.given["sparse_mla_top_k_lens"] = embedded(call.given["sparse_mla_top_k_lens"], call.inputs.case.top_k)
 
 
-PAGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_backend, _cache, _selection, _tables, _mask)
+def set_paged_forms(call: BuiltCall) -> None:
+    _backend(call)
+    _cache(call)
+    _selection(call)
+    tables, mask = call.forms["block_tables"], call.forms.get("mask", Mask.NONE)
+    if tables in (Tables.ROWS_APART, Tables.SEPARATE_ROWS_APART):
+        call.given["block_tables"] = apart(call.given["block_tables"], -2, GAP + 1)
+    elif tables == Tables.AT_AN_ELEMENT:
+        call.given["block_tables"] = Layout.AT_AN_ELEMENT.of(call.given["block_tables"])
+    if mask == Mask.BITS_AFTER:
+        call.given["mask"] = with_bits_after(call.given["mask"].cpu()).to(call.device)
+    elif mask == Mask.AT_A_WORD:
+        call.given["mask"] = Layout.AT_AN_ELEMENT.of(call.given["mask"])

@@ -3,7 +3,7 @@ contiguous K and V.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,7 @@ from lab.checks.parameters.paged_axes import (
     WINDOWS,
     softmax_axes,
 )
-from lab.checks.parameters.paged_calls import (
-    Lens,
-    fitted,
-    generator,
-    rows_of_prompts,
-    short_lens,
-    with_long,
-)
+from lab.checks.parameters.paged_calls import Lens, fitted, generator, rows_of_prompts, short_lens, with_long
 from lab.checks.parameters.values import (
     KV,
     Bound,
@@ -239,7 +232,7 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
     return replace(inputs, query=query.to(inputs.query.dtype), parts=parts)
 
 
-def _keys_and_values(call: BuiltCall) -> None:
+def set_ragged_forms(call: BuiltCall) -> None:
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
@@ -252,16 +245,10 @@ def _keys_and_values(call: BuiltCall) -> None:
     else:
         key, value = form.of(key), form.of(value)
     given |= {"key": key, "value": value}
-
-
-def _host_lengths(call: BuiltCall) -> None:
     if call.forms["mirrors"] != "none":
         dtype = getattr(torch, call.forms["mirrors"])
-        call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
-        call.given["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
-
-
-RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host_lengths)
+        given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
+        given["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
 
 
 def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:

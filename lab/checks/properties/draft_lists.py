@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.call_features import CallFeatures, features_of_case
-from lab.checks.parameters.lists import NARROW, lens_of
+from lab.checks.explain.call_features import CallFeatures
+from lab.checks.parameters.metadata import features_of
+from lab.checks.parameters.metadata_axes import NARROW, draft_lens
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
@@ -59,15 +60,14 @@ def judge_lists(run: CaseRun) -> None:
     given = {name: value for name, value in of.values.items() if name in DraftListsCase.__dataclass_fields__}
     given |= {"dtypes": {name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES}}
     case = DraftListsCase(
-        lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
+        draft_lens(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
         repeated=of["rows"] == "one for all",
         seed=of.seed,
         entries_are_pages=of["entries"] == "pages",
         **given,
     )
-    features = features_of_case(case)
-    features = replace(features, features={**features.features, **run.called.features})
+    features = features_of(run, case)
     # Both are built before the call: if a device lacks the memory for them, the case is not judged.
     drafts = (case, replace(case, lens=case.lens[::-1], seed=case.seed + 1))
     lists, others = (DraftLists(each, str(run.device)) for each in drafts)

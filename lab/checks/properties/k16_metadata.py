@@ -4,10 +4,9 @@ A test that repeats a builder's own formula repeats the formula's error. Here th
 requests, and attention with it must match the requests' K/V histories. Check K18 (combinations) has further batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.parameters.metadata import builder_of, expect_own_tensors
+from lab.checks.parameters.metadata import builder_of, expect_metadata, expect_own_tensors
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -80,12 +79,7 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     for rank, shard in enumerate(forward.shards):
         if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
             wrongs.append(f"of rank {rank}, {found}")
-    expect_metadata(run, what, forward, islice(filter(None, wrongs), 1))
-
-
-def expect_metadata(run: CaseRun, what: str, forward: EnginePass, wrongs: Iterable[str]) -> None:
-    run.judged += 1
-    run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
+    expect_metadata(run, what, [*filter(None, wrongs)][:1], features_of_case(forward.case))
 
 
 CHECK = Check("K16", __doc__, _cases, _judge, interfaces=(MetadataFunction.MHA_METADATA,), quick=8)

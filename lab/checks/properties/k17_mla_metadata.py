@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, cast
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.metadata import builder_of
+from lab.checks.explain.call_features import features_of_case
+from lab.checks.parameters.metadata import builder_of, expect_metadata
 from lab.checks.properties.check import Check, Scope
-from lab.checks.properties.k16_metadata import expect_attention, expect_metadata, judge_own_tensors
+from lab.checks.properties.k16_metadata import expect_attention, judge_own_tensors
 from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata, wrong_eager_mla_metadata
@@ -53,11 +54,10 @@ def _judge(run: CaseRun) -> None:
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
-    built = forward.batch, forward.pool, cast(Any, forward.metadata)
-    if forward.case.compress_ratio is None:
-        expect_metadata(run, what, forward, wrong_eager_mla_metadata(*built, forward.case.attention))
-    else:
-        expect_metadata(run, what, forward, filter(None, [wrong_dsv4_metadata(*built)]))
+    case, built = forward.case, (forward.batch, forward.pool, cast(Any, forward.metadata))
+    is_mla = case.compress_ratio is None
+    wrongs = wrong_eager_mla_metadata(*built, case.attention) if is_mla else [wrong_dsv4_metadata(*built)]
+    expect_metadata(run, what, wrongs, features_of_case(case))
 
 
 INTERFACES = (MetadataFunction.MLA_METADATA, MetadataFunction.DSV4_METADATA)
