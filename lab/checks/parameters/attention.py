@@ -208,11 +208,9 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
         return None
     tried = [(name, value) for name in base for value in getattr(ranges, name) if value != base[name]]
     outcomes = outcomes_of([{**base, name: value} for name, value in tried])
-    takes = {each for each, outcome in zip(tried, outcomes, strict=True) if outcome is not Outcome.DECLINED}
-    takes |= set(base.items())
-    narrowed: Point = {name: tuple(value for value in getattr(ranges, name) if (name, value) in takes) for name in base}
-    found = replace(ranges, **narrowed)
-    return None if found == ranges else found
+    declined = {each for each, outcome in zip(tried, outcomes, strict=True) if outcome is Outcome.DECLINED}
+    left: Point = {name: tuple(each for each in getattr(ranges, name) if (name, each) not in declined) for name in base}
+    return replace(ranges, **left) if declined else None
 
 
 def _first_taken(

@@ -250,8 +250,4 @@ def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
     call()
 
 
-def _judge(run: CaseRun) -> None:
-    judge_pass(run, build_forward(run.case, run.device))
-
-
-CHECK = Check("M1", __doc__, _cases, _judge, MHA, quick=5)
+CHECK = Check("M1", __doc__, _cases, lambda run: judge_pass(run, build_forward(run.case, run.device)), MHA, quick=5)

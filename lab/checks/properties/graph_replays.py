@@ -27,6 +27,7 @@ from lab.workloads.inputs.replay_backends import new_fixture
 from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, right_runner
 
 REAL = ("gpt-oss-120b",)  # real geometries of the full level; this one has sliding-window layers and sinks
+WITH_BLOCKS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)  # modes of block-sparse attention
 WIDTHS = (2, 4, 8)  # query rows per request in verifications and draft extends
 
 
@@ -62,24 +63,19 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
             case = GraphCase(mode, sequence, geometry=name, page_size=page_size)
             if case.interface is not scope.interface:
                 continue
-            every = is_full and name == ranges.tiny
             is_divided = case.interface is AttentionCall.DECODE and mode.forward_mode.query_rows.are_uniform
-            for number, (place, window) in enumerate(
-                settings if every else [settings[turn % len(settings)]], start=turn
-            ):
+            chosen = settings if is_full and name == ranges.tiny else [settings[turn % len(settings)]]
+            for number, (place, window) in enumerate(chosen, start=turn):
                 splits = 3 if is_divided and number % 4 == 0 else 1
                 virtual = splits == 1 and number % 3 == 1
                 yield replace(case, place=place, sliding_window=window, decode_splits=splits, virtual_slots=virtual)
+            placed = replace(case, place=list(MetadataPlace)[turn % 2])
             if mode.forward_mode is ForwardMode.TARGET_VERIFY:
-                yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
+                yield replace(placed, encoder_only=True)
             if mode in vllm_graph_modes(mode.num_tokens_per_req):
                 yield replace(case, padded_seq_len=0)
-            has_blocks = (
-                mode.forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY) and mode.draft_step is None
-            )
-            if name == ranges.tiny and has_blocks:
-                place = list(MetadataPlace)[turn % 2]
-                yield replace(case, place=place, page_size=128, num_pages=18, block_sparse=True)
+            if name == ranges.tiny and mode.forward_mode in WITH_BLOCKS and mode.draft_step is None:
+                yield replace(placed, page_size=128, num_pages=18, block_sparse=True)
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:

@@ -23,12 +23,10 @@ ROUNDED_LOGITS = 0.03
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     for case in scope.balanced(4, 16, seed=2):
-        yield replace(case, contents=Contents.TALL)
+        yield (tall := replace(case, contents=Contents.TALL))
         yield replace(case, contents=Contents.LOW)
         if not case.is_mla and True in scope.ranges.windows:
-            yield replace(
-                case, window_left=case.page_size - 1, sinks=True in scope.ranges.sinks, contents=Contents.TALL
-            )
+            yield replace(tall, window_left=case.page_size - 1, sinks=True in scope.ranges.sinks)
     for case in scope.balanced(2, 8, seed=3):
         # The first request has fewer keys than rows, the last has no keys: some rows see no key.
         short = case.with_rows(*case.q_lens).kv_lens

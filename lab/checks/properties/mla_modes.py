@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from lab.calls.problem import E4M3, LATENT_CALLS, AttentionCall
-from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import judge_pass, pass_dtypes, smoke_q_lens
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -134,8 +133,6 @@ def _of_two_pools(scope: Scope) -> Iterator[MLACase]:
                     yield replace(case, dtype=dtypes["dtype"], kv_dtype=E4M3, query_dtype=E4M3)  # as SGLang passes it
 
 
-def _judge(run: CaseRun) -> None:
-    judge_pass(run, build_mla_pass(run.case, run.device))
-
-
-CHECK = Check("M2", __doc__, _cases, _judge, LATENT_CALLS, quick=5)
+CHECK = Check(
+    "M2", __doc__, _cases, lambda run: judge_pass(run, build_mla_pass(run.case, run.device)), LATENT_CALLS, quick=5
+)

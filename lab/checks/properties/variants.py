@@ -37,12 +37,7 @@ class Variant:
     make: Maker = made_again
 
 
-def part(
-    inputs: CallInputs,
-    what: str,
-    requests: Sequence[int],
-    rows: Sequence[range] | None = None,
-) -> Variant:
+def part(inputs: CallInputs, what: str, requests: Sequence[int], rows: Sequence[range] | None = None) -> Variant:
     """Return the base call with some of its requests, in any order, or with some query rows of the requests.
 
     Args:
