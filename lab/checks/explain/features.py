@@ -7,8 +7,7 @@ from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, Tab
 
 # Keys that kernels load at a time, keys at which a window's loop can begin, query rows that kernels compute at a time
 TILES, WINDOW_TILES, ROW_BLOCKS = (64, 128, 256, 512), (32, 64), (16, 64, 128)
-# Features of a request for each of these sizes, written #
-OF_SIZES = {
+OF_SIZES = {  # features of a request for each of these sizes, written #
     ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
     ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
     ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
