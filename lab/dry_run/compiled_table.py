@@ -123,7 +123,7 @@ def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
         f"Of {len(rows)} shapes, {len(rows) - refused} compile and {refused} do not compile. The lab's function `why_not` says "
         f"which shapes the lab declines. `why_not` agrees with nvcc on {len(rows) - len(differ)} shapes. `why_not` accepts no "
         f"shape that does not compile, and declines {len(differ)} shapes of fmha_v2 that compile, because the lab never judged "
-        "their head_dim. The column *shared memory* has the bytes of the last shape of the row that compiles.",
+        "their head_dim. The column *shared memory* has the bytes of the last compiled shape of the row.",
         "",
     ]
     for title, is_shown, columns, item in SECTIONS:

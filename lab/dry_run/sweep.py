@@ -283,7 +283,7 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
             cells = (counts.total(), *agreed, counts.total() - sum(agreed))
             rows.append((GPUS[name].name, f"`{call}`", *(f"{cell:,}" for cell in cells)))
     lacking = ", ".join(table.lacks(build.launcher_members()))
-    flags = f"Flags of the launcher that the table lacks count as false: {lacking}. " if lacking else ""
+    flags = f"Flags of the launcher that the kernel table lacks count as false: {lacking}. " if lacking else ""
     blocks = [
         f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
         f"The launcher chose among the kernels of {table.source}, and no kernel ran. {flags}"

@@ -63,9 +63,7 @@ def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
         return ()
     least, most = (microseconds(of(each["fix_up_us"] for each in times)) for of in (min, max))
     launches = " or ".join(f"{count:g}" for count in sorted({each["fix_up_launches"] for each in times}))
-    return (
-        f"A tree's verify mask is written after the draft, which takes {least} to {most} µs in {launches} launches.",
-    )
+    return (f"Writing a tree's verify mask after the draft takes {least} to {most} µs in {launches} launches.",)
 
 
 CHANGE = Change(
@@ -73,7 +71,7 @@ CHANGE = Change(
     "Verify planned on a second stream",
     "TRT-LLM MHA's verify metadata does not depend on the draft, so metadata planned on a second stream need not be "
     "written again after the draft. The lab also measures whether the plan stream makes the iteration shorter.",
-    "description of sgl-project/sglang#25925; off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
+    "description of sgl-project/sglang#25925; the plan stream is off unless SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set",
     "If a second stream writes the verify metadata during the draft, is the metadata still right after the draft, and does an "
     "iteration become shorter?",
     "plan_stream",

@@ -90,10 +90,10 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     first, some = (sum(test(record["named_by"]) for record in found) for test in (lambda by: 0 in by, bool))
     share = [f"{count} ({count / max(len(found), 1):.1%})" for count in (first, some)]
     return (
-        f"The judge found {len(found)} of {len(records)} mutants (kernels with one deliberate defect) wrong. For {share[0]} of "
-        "the found mutants, the first rule of the judge's diagnosis names the inputs that make the mutant wrong. "
-        f"For {share[1]} of the found mutants, one of the rules of the judge's diagnosis names the inputs that make the mutant "
-        "wrong."
+        f"The judge found {len(found)} of {len(records)} measured mutants (kernels with one deliberate defect) wrong. For "
+        f"{share[0]} of the found mutants, the first rule of the judge's diagnosis names the inputs that make the mutant "
+        f"wrong. For {share[1]} of the found mutants, one of the rules of the judge's diagnosis names the inputs that make the "
+        "mutant wrong."
     )
 
 
