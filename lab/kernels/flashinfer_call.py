@@ -57,7 +57,7 @@ def entries(
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and page tables
             (`lab.kernels.PlannedOnce`).
-        call_type: the class of the call, such as `lab.calls.DecodeCall`. It has the name.
+        call_type: the class of the call, such as `lab.calls.DecodeCall`, whose `function` has the name.
         make_ready: takes a call that has query rows, and the call's checked arguments. It returns a function that runs the call
             any number of times. The docstrings of both returned functions contain its docstring.
         kernel: the kernel that must support the call; None: `make_ready` checks the support.

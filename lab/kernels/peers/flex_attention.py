@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Each query row's request and the bounds of the positions that it sees: int32 [batch_size, q_len] or [1, num_rows]."""
+    """The request of each query row and the positions that it sees: int32 [batch_size, q_len], or [1, num_rows] if ragged."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows

@@ -60,7 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Divide keys into shares of at least `least_keys`: `q_blocks` programs per share fill the GPU. A CPU gets one share."""
+    """Return as many shares as fill the GPU with `q_blocks` programs per share (a CPU: one), of at least `least_keys` keys."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)

@@ -103,7 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return (rows of a request and K/V head, rounded up to a power of 2; number of partial results read at a time)."""
+    """Return sizes of `merge_if_last`: (rows of a request and K/V head, as a power of 2; partial results read at a time)."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))

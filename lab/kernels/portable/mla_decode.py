@@ -99,7 +99,7 @@ def prepared_mla(kernel: Kernel, call: Any, reads_rows: bool = False) -> TritonC
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     """Return the dtype of the products' operands: bf16 for a bf16 cache, and for a bf16 query in tiles of 64 rows; else
     float16. Triton keeps a converted query in registers, and the sums of 64 rows leave too few registers
-    (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
+    (results/nvidia-h200/kernels.md, "MLA decode: the plain kernel and the Gluon kernel").
     """
     if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
         return tl.bfloat16

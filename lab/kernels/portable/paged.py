@@ -157,7 +157,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return `shares` (the division of the keys among programs) of the first of two launches, with at least half of the
+    """Reduce `shares`, the division of the keys among the programs of the first of two launches, to no less than half of the
     programs, so that both launches run together: a multiprocessor reads keys for one launch while it multiplies for the other.
 
     Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, or if the second

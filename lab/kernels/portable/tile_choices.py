@@ -129,8 +129,8 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile of the ragged kernel. These choices were compiled, but no other choice was timed against them.
-    Tiles are as large as registers and shared memory allow, and few, so that a new length rarely compiles a new kernel.
+    """Return the tile of the ragged kernel: as large as registers and shared memory allow. The tiles were not timed. There are
+    few different tiles, so that a new length rarely compiles a new kernel.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

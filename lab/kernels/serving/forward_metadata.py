@@ -75,8 +75,8 @@ def prepare_write_forward_metadata(
     """Return a function that writes the attention metadata of one or several forward passes over the same requests in one
     Triton launch: lengths, their running sums, and page tables. A CUDA graph can capture the launch.
 
-    In a pass, request i has ``cache_seqlens[i]`` = ``seq_lens[i] + seq_len_offset`` tokens; ``cu_seqlens_k`` counts them also
-    if the number is below 0. In row i of a page table, each column c with c * page_size < ``cache_seqlens[i]`` becomes
+    In a pass, request i has ``cache_seqlens[i]`` = ``seq_lens[i] + seq_len_offset`` tokens. If this number is below 0,
+    ``cu_seqlens_k`` still adds it. In row i of a page table, each column c with c * page_size < ``cache_seqlens[i]`` becomes
     ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window pool, ``full_to_swa`` first maps
     the slot to a slot of that pool. A slot of -1 is in page -1 of both pools. If ``v2p`` is given, it maps each page of the
     full pool's table to its physical page, or to 0 if it has none. Other columns, and columns beyond a row of ``req_to_token``,
