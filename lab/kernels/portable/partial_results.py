@@ -118,7 +118,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return (index in the output, query head, True if the row exists) of each packed row of one request and K/V head."""
+    """Return (index in the output, query head, True if the row exists) of each packed row (token * GROUP + head in group)."""
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     return (q_start + token) * (num_kv_heads * GROUP) + head, head, token < q_len

@@ -52,7 +52,7 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` whose error sentence lists the supported values after `words`."""
+    """Return `Sizes` for `size(problem)`, which must be one of `among`. The error sentence lists `among` after `words`."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 

@@ -116,7 +116,7 @@ def _mask(problem: Problem) -> MaskKind:
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence, with what the most similar kernels support, if no kernel of `built` fits a call."""
+    """Return an error sentence if no kernel of `built` fits a call. It says what the most similar kernels support."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return a text with those of the dtypes, head_dims, page sizes and masks of `built` that a call does not fit."""
+    """Return the dtypes, head_dims, page sizes and masks of `built` as a text, without the fields that `fits` marks True."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
