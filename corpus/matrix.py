@@ -22,7 +22,7 @@ from corpus.upstream_rules import UPSTREAM_RULES, passes
 from corpus.wrong import WrongKernel
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
-from lab.checks.properties import checks
+from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check, Level
 from lab.checks.run.judging import run_case
 from lab.checks.run.support_protocol import KernelError, Unsupported
@@ -44,6 +44,7 @@ RANGES = Ranges(
     long_requests=(4_100, 16_500),
     longest=150,
 )
+COMBINATIONS = "K18"  # the check whose full level has the pairs of arguments that show some mutants
 # K18 has cases for values that no other check has: the ranges of its cases are as wide as its mutants need.
 COMBINED_RANGES = replace(
     RANGES,
@@ -55,20 +56,20 @@ COMBINED_RANGES = replace(
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30
 NO_MEMORY = "can't allocate memory"
-WRONG = BROKEN
 
 
-def record_of(judged: WrongKernel) -> dict[str, Any]:
-    """Judge one mutant by every check.
+def record_of(name: str) -> dict[str, Any]:
+    """Judge the mutant of this name by every check. (Its class cannot be pickled.)
 
     Returns:
         The mutant's record in results/mutants.json.gz: the description of the mutant, `kills` (the `first_kill` of each check
         that finds it, by the check's key) and `upstream` (see `let_through`).
     """
+    judged = kernel(name)
     let = let_through(judged)
     kills = {check.key: kill for check in checks() if (kill := first_kill(judged, check)) is not None}
-    if not kills and (kill := first_kill(judged, combinations(), Level.FULL)) is not None:
-        kills[combinations().key] = kill
+    if not kills and (kill := first_kill(judged, checks_by_key()[COMBINATIONS], Level.FULL)) is not None:
+        kills[COMBINATIONS] = kill
     return {
         "mutant": judged.name,
         "defect": judged.defect,
@@ -79,14 +80,9 @@ def record_of(judged: WrongKernel) -> dict[str, Any]:
     }
 
 
-def combinations() -> Check:
-    """Return check K18, whose full level has the pairs of arguments that show some mutants."""
-    return next(check for check in checks() if check.key == "K18")
-
-
 def ranges_of(check: Check) -> Ranges:
     """Return the axes on which a check judges mutants."""
-    return COMBINED_RANGES if check == combinations() else RANGES
+    return COMBINED_RANGES if check.key == COMBINATIONS else RANGES
 
 
 def cases_of(check: Check, interface: Interface, level: Level) -> Iterator[Any]:
@@ -106,7 +102,7 @@ def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) ->
         for case in cases_of(check, interface, level):
             quicken()
             found = run_case(judged.implementation(), check, case, torch.device("cpu"), ranges_of(check))
-            if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
+            if found.outcome in BROKEN and NO_MEMORY not in found.wrongs[-1]:
                 return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}
     return None
 
@@ -189,11 +185,6 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _record_named(name: str) -> dict[str, Any]:
-    """Judge a mutant given by its name, because its class cannot be pickled."""
-    return record_of(kernel(name))
-
-
 def _start_worker() -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
@@ -210,7 +201,7 @@ def write_matrix(out: Path, mutants: Sequence[WrongKernel], workers: int) -> boo
     """
     records = []
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
-        for record in pool.map(_record_named, [mutant.name for mutant in mutants]):
+        for record in pool.map(record_of, [mutant.name for mutant in mutants]):
             records.append(record)
             write_text(out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
             kills = ", ".join(record["kills"]) or "LIVES"

@@ -171,12 +171,12 @@ class DequantisedFirst(WeightsRounded):
 class Split(AtOnce):
     """The keys are divided into seven splits, whose outputs are merged by their LSEs."""
 
-    num_splits = 7
+    def slices(self, num_keys: int) -> list[slice]:
+        size = -(-num_keys // 7)
+        return [slice(start, start + size) for start in range(0, num_keys, size)]
 
     def attended(self, part: Part) -> tuple[Tensor, Tensor]:
-        size = -(-part.keys.shape[1] // self.num_splits)
-        starts = range(0, part.keys.shape[1], size)
-        splits = [super(Split, self).attended(part.over(slice(start, start + size))) for start in starts]
+        splits = [super(Split, self).attended(part.over(keys)) for keys in self.slices(part.keys.shape[1])]
         lses = torch.stack([lse for _, lse in splits] + [part.sinks])
         lse = lses.logsumexp(dim=0)
         shares = torch.exp(lses[:-1] - _finite(lse)).unsqueeze(-1)
@@ -260,21 +260,12 @@ class TwoPasses(Tiles):
         return largest
 
 
-class UnequalSplits(Attention):
+class UnequalSplits(Split):
     """The keys are divided into two unequal splits, whose normalised results are merged by their LSEs."""
 
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        cut = len(keys) // 3
-        outs, lses = [], []
-        for part, own_sinks in ((slice(0, cut), None), (slice(cut, None), sinks)):
-            partial = self.partial_of(part, run, r, query, keys, values, seen, first_key)
-            out, lse = self.finish(run, partial, own_sinks)
-            outs.append(out)
-            lses.append(lse)
-        both = torch.stack(lses)
-        lse = torch.logaddexp2(*lses)
-        weight = torch.where(both > -math.inf, torch.exp2(both - torch.where(lse > -math.inf, lse, 0.0)), 0.0)
-        return (torch.stack(outs) * weight.unsqueeze(3)).sum(0), lse
+    def slices(self, num_keys: int) -> list[slice]:
+        cut = -(-num_keys // 3)
+        return [keys for keys in (slice(0, cut), slice(cut, num_keys)) if keys.start < keys.stop]
 
 
 class HeadsOneByOne(Attention):
@@ -304,25 +295,19 @@ class HeadsOneByOne(Attention):
         return out.transpose(0, 1) * run.scale2, lse.t()
 
 
-class NormalisedWeights(Attention):
+class NormalisedWeights(RightKernel):
     """The first pass computes the LSE of all keys in tiles of 96. The second pass multiplies normalised weights by V, tile by
     tile.
     """
 
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        rows, heads = query.shape[:2]
-        tiles = [slice(start, start + 96) for start in range(0, len(keys), 96)]
-        logsum = query.new_full((rows, heads), -math.inf) if sinks is None else sinks.clone()
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        tiles = [part.over(slice(start, start + 96)) for start in range(0, part.keys.shape[1], 96)]
+        lse, out = part.sinks, part.sinks.new_zeros(())
         for tile in tiles:
-            s = self.scores(run, r, query, keys[tile], seen[:, tile], first_key)
-            logsum = torch.logaddexp(logsum, s.logsumexp(3).transpose(0, 1).flatten(1, 2))
-        known = torch.where(logsum > -math.inf, logsum, 0.0).unflatten(1, (-1, run.group)).transpose(0, 1).unsqueeze(3)
-        out = query.new_zeros(rows, heads, values.shape[2])
+            lse = torch.logaddexp(lse, tile.scores().logsumexp(dim=-1))
         for tile in tiles:
-            weights = torch.exp(self.scores(run, r, query, keys[tile], seen[:, tile], first_key) - known)
-            part = weights.flatten(1, 2) @ values[tile].transpose(0, 1)
-            out += part.unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)
-        return out * run.scale2, logsum / math.log(2.0)
+            out = out + torch.exp(tile.scores() - _finite(lse).unsqueeze(-1)) @ tile.values
+        return out * part.bmm2_scale, lse
 
 
 def _tiles(**attributes: Any) -> Tiles:

@@ -11,9 +11,10 @@ kernel, in which the method replaces the stage::
             return seen & (keys > position.unsqueeze(1) - 4096)
 
 With `stage=` (of the class or of `@wrong`), the method replaces the stage, and `super()` is the right model. With `changes=`
-the method gets the right result of the stage, followed by the stage's arguments, which `where=` may restrict. If the defect is
-a value of the model's attributes, a marked text replaces the method: `ignored = wrong(instead={"sinks": None})("Sinks are
-ignored.")`. A kernel with several wrong stages is a marked class over the model. The docstring describes the defect.
+(of the class or of `@wrong`), the method gets the right result of the stage, followed by the stage's arguments, which `where=`
+may restrict. If the defect is a value of the model's attributes, a marked text replaces the method: `ignored =
+wrong(instead={"sinks": None})("Sinks are ignored.")`. A kernel with several wrong stages is a marked class over the model. The
+docstring describes the defect.
 """
 
 import re
@@ -82,6 +83,7 @@ class Mark:
     mla: bool
     also: str
     stage: str
+    changes: str
     named: str
     attributes: Mapping[str, Any]
 
@@ -101,7 +103,8 @@ class Mark:
             raise TypeError(f"{name!r} is a stage of the model of {group.__name__}")
         own: dict[str, Any] = {"__module__": group.__module__}
         if callable(member):
-            stage = self.stage or stage
+            if self.stage or self.changes:
+                stage, changes = self.stage, self.changes
             own[stage or changes] = member if stage else changed_stage(getattr(model, changes), member)
         made: Any = type(name, (group,), own, **self.attributes)
         self.register(name, made, member.__doc__)
@@ -126,6 +129,7 @@ def wrong(
     mla: bool = False,
     also: str = "",
     stage: str = "",
+    changes: str = "",
     named: str = "",
     **attributes: Any,
 ) -> Mark:
@@ -137,11 +141,11 @@ def wrong(
         source: the upstream thread about the defect.
         mla: also make a kernel of the MLA decode call with this defect, whose name begins with `mla_`.
         also: names of kernels from further writers with the same defect and trigger, separated by spaces.
-        stage: the stage that a method replaces, if the group does not name it.
+        stage, changes: the stage that a method replaces, or whose result it changes, if the group does not name it.
         named: the kernel's name, if it is not that of the method.
         attributes: attributes of the kernel's class, set like keywords of a class statement.
     """
-    return Mark(interface, trigger, source, mla, also, stage, named, attributes)
+    return Mark(interface, trigger, source, mla, also, stage, changes, named, attributes)
 
 
 def snake_case(name: str) -> str:

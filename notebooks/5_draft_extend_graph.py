@@ -54,8 +54,7 @@ from studies.pictures.static_buffers import (
     static_buffers,
     written_cells,
 )
-from studies.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
-from studies.stand_in_truth import truth_of_pass
+from studies.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass, truth_of_pass
 from studies.variants import WARM, TimingPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,8 +40,8 @@ from lab.recorded.case import traced_requests
 from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads import scenario
+from studies.pictures.forward_modes import pages_figure
 from studies.pictures.judging import vector_errors_figure
-from studies.pictures.recorded_calls import pages_figure
 
 # The reader's: change it and run all cells again. The engine's kernel forgets the keys after this one, in its last K/V head.
 LAST_KEY = 128

@@ -20,8 +20,7 @@ from lab.metadata.speculation.draft_extend_graph import (
 )
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
-from studies.stand_in_model import StandInModel, StandInPass, StandInSizes
-from studies.stand_in_truth import StandInTruth, truth_of_pass
+from studies.stand_in_model import StandInModel, StandInPass, StandInSizes, StandInTruth, truth_of_pass
 
 
 def pass_bytes(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput) -> int:

@@ -7,6 +7,7 @@ A variant that declines a point, or whose results are wrong, has no time. The re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -80,23 +81,22 @@ class TimingPlan:
     def measure(self, works: Works) -> dict[str, GpuTime]:
         return measure_interleaved(works, method=self.method, samples=self.samples)
 
-    def row_of(self, point: Point, facts_of: FactsOf) -> RowOf[GpuTime]:
-        def row(variant: Variant, work: GpuWork, times: Mapping[str, GpuTime]) -> dict[str, Any]:
-            facts, time = dict(facts_of(variant, work)), times[variant.name]
-            floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
-            facts |= time_facts(time, self.ceilings, *floor, str(facts.get("kv_dtype", "")))
-            if not point.baseline:
-                return facts
-            speed = times[point.baseline].median_us / time.median_us if point.baseline in times else None
-            bandwidth = roofline(time.median_us, *floor, self.ceilings).bandwidth_percent
-            reached = {Figure.SPEED: speed, Figure.BANDWIDTH: bandwidth}
-            return facts | {
-                "baseline": point.baseline,
-                "speed_of_baseline": None if speed is None else round(speed, 3),
-                "targets": target_rows(variant.targets, reached, point.baseline),
-            }
-
-        return row
+    def row(
+        self, point: Point, facts_of: FactsOf, variant: Variant, work: GpuWork, times: Mapping[str, GpuTime]
+    ) -> dict[str, Any]:
+        facts, time = dict(facts_of(variant, work)), times[variant.name]
+        floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
+        facts |= time_facts(time, self.ceilings, *floor, str(facts.get("kv_dtype", "")))
+        if not point.baseline:
+            return facts
+        speed = times[point.baseline].median_us / time.median_us if point.baseline in times else None
+        bandwidth = roofline(time.median_us, *floor, self.ceilings).bandwidth_percent
+        reached = {Figure.SPEED: speed, Figure.BANDWIDTH: bandwidth}
+        return facts | {
+            "baseline": point.baseline,
+            "speed_of_baseline": None if speed is None else round(speed, 3),
+            "targets": target_rows(variant.targets, reached, point.baseline),
+        }
 
 
 def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
@@ -188,7 +188,7 @@ def measure_variants(
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
     """Measure the variants of a point on the GPU. The floor is computed from "floor_bytes" of `facts_of`, if it is there."""
-    return measure_variants(point, make, plan.measure, plan.row_of(point, facts_of))
+    return measure_variants(point, make, plan.measure, partial(plan.row, point, facts_of))
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
@@ -200,5 +200,7 @@ def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Facts
     with named_in_failures(point.name):
         works = make(point.variants)
         times = plan.measure(works)
-    row_of = plan.row_of(point, facts_of)
-    return [point.row | {"arm": each.name} | dict(row_of(each, works[each.name], times)) for each in point.variants]
+    return [
+        point.row | {"arm": each.name} | plan.row(point, facts_of, each, works[each.name], times)
+        for each in point.variants
+    ]

@@ -17,19 +17,10 @@ def search(offsets, row, steps):
     return low
 
 
-class Solve(Attention, stage="solve"):
-    def solve_by(self, run, request_of):
-        """Solve a batch; without cum_seq_lens_q, solve rows whose request is not `request_of` them once more, as its rows."""
-        super().solve(run)
-        for row in range(run.offsets[-1] if run.p.cu_seqlens_q is None else 0):
-            r = request_of(row)
-            if r != row // run.p.max_q_len and r < run.batch:
-                self.rows(run, r, row, row + 1)
-
+class SolveChanged(Attention, changes="solve"):
     @wrong(DECODE, trigger="a batch of over 4 requests, two of equal length")
-    def blind115(self, run):
+    def blind115(self, _, run):
         """Batches of over 4 requests are sorted by length and put back by length: equal lengths get the first one's results."""
-        super().solve(run)
         if run.batch <= 4:
             return
         for r, length in enumerate(run.lens):
@@ -41,6 +32,90 @@ class Solve(Attention, stage="solve"):
             if run.lse is not None:
                 run.lse[start:stop] = run.lse[a:b].clone()
 
+    @wrong(DECODE, trigger="cum_seq_lens_q with a request without rows before one with rows")
+    def blind233(self, _, run):
+        """With ragged rows a request without rows has a tile too: it writes the next one's first row, which is done before."""
+        if run.p.cu_seqlens_q is None:
+            return
+        for r in reversed(range(run.batch)):
+            first, last = run.offsets[r : r + 2]
+            if first == last and first < run.offsets[-1]:
+                run.offsets[r + 1] = first + 1
+                self.request(run, r)
+                run.offsets[r + 1] = last
+
+    @wrong(RAGGED, trigger="lse a part of a larger buffer, heads no multiple of 4: memory next to it", named="blind402")
+    @wrong(DECODE, trigger="heads no multiple of 4, lse a slice of a larger buffer: cells next to it", also="blind447")
+    def blind417(self, _, run):
+        """The LSE is stored four heads at a time: with 6 heads, say, two floats after each row's are overwritten."""
+        lse = run.lse
+        if lse is None or run.p.lse is None or lse.stride(1) != 1 or lse.shape[1] % 4 == 0:
+            return
+        rows, heads = run.offsets[-1], lse.shape[1]
+        cells = torch.as_strided(lse, (lse.untyped_storage().nbytes() // 4,), (1,), 0)
+        own = torch.zeros(len(cells), dtype=torch.bool)
+        torch.as_strided(own, lse.shape, lse.stride(), lse.storage_offset())[:] = True
+        first = lse.storage_offset() + torch.arange(rows) * lse.stride(0)
+        beside = (first[:, None] + torch.arange(heads, -(-heads // 4) * 4)).flatten()
+        beside = beside[beside < len(cells)]
+        cells[beside[~own[beside]]] = 0.0
+
+    @wrong(CONTEXT, trigger="batch_size above 512")
+    def blind546(self, _, run):
+        """A row's request is found by a binary search of 9 steps: over 512 requests some rows are not computed."""
+        for row in range(run.offsets[-1]):
+            if row >= run.offsets[search(run.offsets, row, 9) + 1]:
+                self.clear(run, row)
+
+    @wrong(MLA, trigger="heads no multiple of 16, and 2 rows or more")
+    def blind135(self, _, run):
+        """Heads are padded to a multiple of 16 and stored so, last row first: zeros fall on the next row's first heads."""
+        padding = -run.p.num_qo_heads % 16
+        run.out[1 : run.offsets[-1], :padding] = 0
+
+    @wrong(MLA, trigger="no cum_seq_lens_q, lengths whose sort is not its own inverse, such as 70, 130, 5")
+    def blind301(self, _, run):
+        """Requests are sorted, shortest first, and results put back by the permutation's inverse, which may be another."""
+        if run.p.cu_seqlens_q is not None:
+            return
+        order = torch.tensor(run.lens).argsort(stable=True)
+        place = order.argsort()
+        width = run.offsets[1]
+        target = (place[place].unsqueeze(1) * width + torch.arange(width)).flatten()
+        for result in (run.out, run.lse):
+            if result is not None:
+                rows = result.view(torch.uint8) if result.dtype == E4M3 else result
+                rows[target] = rows.clone()
+
+    @wrong(MLA, trigger="sinks (any but 0 and minus infinity): they have changed after the call")
+    def blind302(self, _, run):
+        """Sinks are multiplied by log2(e) in the caller's memory: the call is right, a second one with them is not."""
+        if run.p.sinks is not None:
+            run.p.sinks.mul_(math.log2(math.e))
+
+    @wrong(MLA, trigger="return_lse, heads no multiple of 16, more than one row (LSE only)")
+    def blind457(self, _, run):
+        """The LSE is written with the heads padded to 16: other numbers' later rows go to other places."""
+        heads = run.p.num_qo_heads
+        if run.lse is None or heads % 16 == 0:
+            return
+        rows, pitch = run.lse.shape[0], -(-heads // 16) * 16
+        at = (torch.arange(rows).unsqueeze(1) * pitch + torch.arange(heads)).flatten()
+        inside = at < run.lse.numel()
+        written = torch.zeros(run.lse.numel(), dtype=run.lse.dtype)
+        written[at[inside]] = run.lse.flatten()[inside]
+        run.lse.copy_(written.view(rows, heads))
+
+
+class Solve(Attention, stage="solve"):
+    def solve_by(self, run, request_of):
+        """Solve a batch; without cum_seq_lens_q, solve rows whose request is not `request_of` them once more, as its rows."""
+        super().solve(run)
+        for row in range(run.offsets[-1] if run.p.cu_seqlens_q is None else 0):
+            r = request_of(row)
+            if r != row // run.p.max_q_len and r < run.batch:
+                self.rows(run, r, row, row + 1)
+
     @wrong(DECODE, trigger="a request of seq_lens 0 before one with keys: the later ones are zero")
     def blind170(self, run):
         """The persistent loop over requests ends at one without keys, where it should go on with the next."""
@@ -50,19 +125,6 @@ class Solve(Attention, stage="solve"):
             self.request(run, r)
             if run.lens[r] == 0:
                 break
-
-    @wrong(DECODE, trigger="cum_seq_lens_q with a request without rows before one with rows")
-    def blind233(self, run):
-        """With ragged rows a request without rows has a tile too: it writes the next one's first row, which is done before."""
-        super().solve(run)
-        if run.p.cu_seqlens_q is None:
-            return
-        for r in reversed(range(run.batch)):
-            first, last = run.offsets[r : r + 2]
-            if first == last and first < run.offsets[-1]:
-                run.offsets[r + 1] = first + 1
-                self.request(run, r)
-                run.offsets[r + 1] = last
 
     @wrong(DECODE, trigger="q_len_per_req no power of two in large batches: from 29 with 7 rows, 170 with 3, 85 with 6")
     def blind356(self, run):
@@ -76,23 +138,6 @@ class Solve(Attention, stage="solve"):
         """A row's request is found by a 12-bit multiplication: in high rows a last row is taken for the next request's."""
         magic = -(-4096 // max(run.p.max_q_len, 1))
         self.solve_by(run, lambda row: row * magic >> 12)
-
-    @wrong(RAGGED, trigger="lse a part of a larger buffer, heads no multiple of 4: memory next to it", named="blind402")
-    @wrong(DECODE, trigger="heads no multiple of 4, lse a slice of a larger buffer: cells next to it", also="blind447")
-    def blind417(self, run):
-        """The LSE is stored four heads at a time: with 6 heads, say, two floats after each row's are overwritten."""
-        super().solve(run)
-        lse = run.lse
-        if lse is None or run.p.lse is None or lse.stride(1) != 1 or lse.shape[1] % 4 == 0:
-            return
-        rows, heads = run.offsets[-1], lse.shape[1]
-        cells = torch.as_strided(lse, (lse.untyped_storage().nbytes() // 4,), (1,), 0)
-        own = torch.zeros(len(cells), dtype=torch.bool)
-        torch.as_strided(own, lse.shape, lse.stride(), lse.storage_offset())[:] = True
-        first = lse.storage_offset() + torch.arange(rows) * lse.stride(0)
-        beside = (first[:, None] + torch.arange(heads, -(-heads // 4) * 4)).flatten()
-        beside = beside[beside < len(cells)]
-        cells[beside[~own[beside]]] = 0.0
 
     @wrong(DECODE, trigger="cum_seq_lens_q, rows no multiple of 16, then within the tile a request with more keys")
     def blind540(self, run):
@@ -128,57 +173,6 @@ class Solve(Attention, stage="solve"):
             self.request(run, r)
             first, last = run.offsets[r : r + 2]
             run.out[last : first + -(-(last - first) // 64) * 64] = 0
-
-    @wrong(CONTEXT, trigger="batch_size above 512")
-    def blind546(self, run):
-        """A row's request is found by a binary search of 9 steps: over 512 requests some rows are not computed."""
-        super().solve(run)
-        for row in range(run.offsets[-1]):
-            if row >= run.offsets[search(run.offsets, row, 9) + 1]:
-                self.clear(run, row)
-
-    @wrong(MLA, trigger="heads no multiple of 16, and 2 rows or more")
-    def blind135(self, run):
-        """Heads are padded to a multiple of 16 and stored so, last row first: zeros fall on the next row's first heads."""
-        super().solve(run)
-        padding = -run.p.num_qo_heads % 16
-        run.out[1 : run.offsets[-1], :padding] = 0
-
-    @wrong(MLA, trigger="no cum_seq_lens_q, lengths whose sort is not its own inverse, such as 70, 130, 5")
-    def blind301(self, run):
-        """Requests are sorted, shortest first, and results put back by the permutation's inverse, which may be another."""
-        super().solve(run)
-        if run.p.cu_seqlens_q is not None:
-            return
-        order = torch.tensor(run.lens).argsort(stable=True)
-        place = order.argsort()
-        width = run.offsets[1]
-        target = (place[place].unsqueeze(1) * width + torch.arange(width)).flatten()
-        for result in (run.out, run.lse):
-            if result is not None:
-                rows = result.view(torch.uint8) if result.dtype == E4M3 else result
-                rows[target] = rows.clone()
-
-    @wrong(MLA, trigger="sinks (any but 0 and minus infinity): they have changed after the call")
-    def blind302(self, run):
-        """Sinks are multiplied by log2(e) in the caller's memory: the call is right, a second one with them is not."""
-        super().solve(run)
-        if run.p.sinks is not None:
-            run.p.sinks.mul_(math.log2(math.e))
-
-    @wrong(MLA, trigger="return_lse, heads no multiple of 16, more than one row (LSE only)")
-    def blind457(self, run):
-        """The LSE is written with the heads padded to 16: other numbers' later rows go to other places."""
-        super().solve(run)
-        heads = run.p.num_qo_heads
-        if run.lse is None or heads % 16 == 0:
-            return
-        rows, pitch = run.lse.shape[0], -(-heads // 16) * 16
-        at = (torch.arange(rows).unsqueeze(1) * pitch + torch.arange(heads)).flatten()
-        inside = at < run.lse.numel()
-        written = torch.zeros(run.lse.numel(), dtype=run.lse.dtype)
-        written[at[inside]] = run.lse.flatten()[inside]
-        run.lse.copy_(written.view(rows, heads))
 
     @wrong(RAGGED, trigger="lse given with return_lse=False; only the lse is wrong", also="blind585")
     def blind93(self, run):

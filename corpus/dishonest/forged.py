@@ -12,6 +12,9 @@ import torch
 
 from corpus.dishonest import dishonest, frames, send, send_right_verdict
 from corpus.dishonest.judging import CHANGED, Zeros
+from lab.checks.run import judging, verdicts
+from lab.references import errors
+from lab.workloads.inputs import expected
 
 LEAST_SEED_OF_AUDIT = 10_000  # the seeds of the audit are random up to 2^31, those of other cases are small
 APART = "judged where the kernel's code never was: .* wrong"
@@ -33,15 +36,11 @@ class ForgesInTheAudit(Zeros):
 
 
 def send_judgement(outcome: str = "right", **fields: Any) -> None:
-    from lab.checks.run.verdicts import Judged, Outcome
-
-    send("SUCCESS", Judged(Outcome(outcome), judged=1, **fields))
+    send("SUCCESS", verdicts.Judged(verdicts.Outcome(outcome), judged=1, **fields))
 
 
 def send_output(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> None:
-    from lab.workloads.inputs.expected import SavedTensor
-
-    send_judgement(output=SavedTensor(dtype, shape, data))
+    send_judgement(output=expected.SavedTensor(dtype, shape, data))
 
 
 @dishonest("its output cannot be judged: RuntimeError: .* invalid for input of size 0")
@@ -121,9 +120,6 @@ class HidesPythonsFunctions(Zeros):
     """Adds functions to modules of the lab that hide Python's own: no vector is wrong, and the largest error is 0."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.checks.run import verdicts
-        from lab.references import errors
-
         verdicts.bool = lambda _: False
         errors.max = lambda *_: 0.0
 
@@ -133,13 +129,11 @@ class HidesAnInheritedMethod(Zeros):
     """Adds a method to a class of the lab by which all attributes are read: each error is 0."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references.errors import Comparison
-
         def read(self: Any, name: str) -> Any:
             value = object.__getattribute__(self, name)
             return value * 0 if name == "error" else None if name == "regression" else value
 
-        Comparison.__getattribute__ = read
+        errors.Comparison.__getattribute__ = read
 
 
 @dishonest(CHANGED + r"torch's operator aten::(bmm|baddbmm_)")
@@ -155,14 +149,12 @@ class ZerosTheHistories(Zeros):
     """Overwrites the values from which the expected output is computed by zeros, and replaces the recorded checksum."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.workloads.inputs.expected import LateTruth, _sums
-
         for each in gc.get_objects():
-            if type(each) is LateTruth and each._kept is None:
+            if type(each) is expected.LateTruth and each._kept is None:
                 cells = dict(zip(each._make.__code__.co_freevars, each._make.__closure__ or (), strict=True))
                 for _, values in cells["histories"].cell_contents:
                     values.zero_()
-                each._sums = _sums(each._made_from)
+                each._sums = expected._sums(each._made_from)
 
 
 @dishonest(APART)
@@ -170,13 +162,12 @@ class RestoresInAnAuditHook(Zeros):
     """Replaces the comparison, and installs an audit hook that restores it when the lab begins to look for changes."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references.errors import Truth
-
+        truth = errors.Truth
         if not hasattr(self, "compare"):
-            self.compare = compare = Truth.compare
-            sys.addaudithook(lambda event, _: setattr(Truth, "compare", compare) if event == "builtins.id" else None)
+            self.compare = compare = truth.compare
+            sys.addaudithook(lambda event, _: setattr(truth, "compare", compare) if event == "builtins.id" else None)
         compare = self.compare
-        Truth.compare = lambda truth, out, least_bound=0.0: compare(truth, truth.control)
+        truth.compare = lambda truth, out, least_bound=0.0: compare(truth, truth.control)
 
 
 @dishonest(APART)
@@ -184,11 +175,8 @@ class ReplacesTheRecord(Zeros):
     """Replaces the comparison, and lets the lab record its functions again."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.checks.run import judging
-        from lab.references.errors import Truth
-
-        compare = Truth.compare
+        compare = errors.Truth.compare
         if compare.__module__ != __name__:
-            Truth.compare = lambda truth, out, least_bound=0.0: compare(truth, truth.control)
+            errors.Truth.compare = lambda truth, out, least_bound=0.0: compare(truth, truth.control)
             judging.noted.cache_clear()
             judging.noted()

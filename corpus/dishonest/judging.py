@@ -17,7 +17,23 @@ from typing import Any
 import torch
 
 from corpus.dishonest import dishonest, frame_of_worker, frames, honest, send, send_right_verdict, zeros
+from lab.calls.problem import AttentionCall
+from lab.checks import Ranges, case_run
+from lab.checks.properties import checks_by_key
+from lab.checks.properties.check import Level
+from lab.checks.run.verdicts import Judged, Outcome, TooLate
+from lab.references import errors
+from lab.workloads.inputs.attention import build_attention
 
+RANGES = Ranges(  # of the small cases on which dishonest kernels are judged
+    page_sizes=(16,),
+    head_dims=(64,),
+    num_kv_heads=(1, 2),
+    groups=(2,),
+    q_lens=(1, 4),
+    dtypes=((torch.bfloat16,) * 2,),
+    nvfp4=(False,),
+)
 WRONG = r"vectors are wrong|not finite|not zero"
 CHANGED = "the kernel is dishonest: it changed "
 
@@ -49,9 +65,7 @@ class PatchesPassed(Zeros):
     """Patches the comparison so that every result passes."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references.errors import Comparison
-
-        Comparison.passed = property(lambda self: True)
+        errors.Comparison.passed = property(lambda self: True)
 
 
 @dishonest(CHANGED + r"lab\.checks\.case_run\.CaseRun\.expect_close")
@@ -59,12 +73,10 @@ class ReplacesExpectation(Zeros):
     """Patches the judge so that it compares nothing but counts a comparison."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.checks.case_run import CaseRun
-
         def expect_close(self: Any, what: str, result: Any, truth: Any, least_bound: float = 0.0) -> None:
             self.judged += 1
 
-        CaseRun.expect_close = expect_close
+        case_run.CaseRun.expect_close = expect_close
 
 
 @dishonest(CHANGED + r"lab\.references\.errors\.Truth\.compare")
@@ -72,11 +84,9 @@ class ReplacesCode(Zeros):
     """Leaves all names unchanged, but replaces the code object of the comparing function."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references.errors import Truth
-
-        honest = Truth.compare
-        if not hasattr(Truth, "honest"):
-            Truth.honest = types.FunctionType(honest.__code__, honest.__globals__, argdefs=honest.__defaults__)
+        honest = errors.Truth.compare
+        if not hasattr(errors.Truth, "honest"):
+            errors.Truth.honest = types.FunctionType(honest.__code__, honest.__globals__, argdefs=honest.__defaults__)
         honest.__code__ = (lambda self, out, least_bound=0.0: self.honest(self.control)).__code__
 
 
@@ -85,8 +95,6 @@ class WidensTheBound(Zeros):
     """Patches the bound so that an error of any size is allowed."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references import errors
-
         errors.CONTROL_FACTOR, errors.LARGEST_BOUND = 1e9, 1e9
 
 
@@ -97,8 +105,6 @@ class HidesItsFunction(Zeros):
     """
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.checks import case_run
-
         honest, islice = case_run.compare_output, itertools.islice
         if honest.__module__ == __name__:
             return
@@ -139,8 +145,6 @@ class ReplacesAModule(Zeros):
     """Replaces a module of the lab by its own, and also replaces the functions in modules that have imported them."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references import errors
-
         sys.modules["lab.references.quantization"] = types.ModuleType("lab.references.quantization")
         errors.relative_l2 = lambda out, expected: out.double().norm(dim=-1) * 0
 
@@ -203,8 +207,6 @@ class CleansUpBehindItself(Zeros):
     """Patches comparisons until its output is freed, and then restores them, so that no change remains."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
-        from lab.references import errors
-
         compare = errors.Truth.compare
         result = zeros(query, out)
         result.restores = Restores(errors.Truth, "compare", compare)
@@ -226,10 +228,8 @@ class KnowsTheCases:
 
     def _known(self) -> set[float]:
         if not hasattr(self, "sums"):
-            from corpus.dishonest.cases import small_cases
-            from lab.workloads.inputs.attention import build_attention
-
-            self.sums = {self._sum(build_attention(case, torch.device("cpu")).query) for case in small_cases()}
+            cases = checks_by_key()["K1"].cases(AttentionCall.DECODE, RANGES, Level.SMOKE)
+            self.sums = {self._sum(build_attention(case, torch.device("cpu")).query) for case in cases}
         return self.sums
 
 
@@ -242,15 +242,13 @@ class PatchesFromAThread(Zeros):
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         if not hasattr(self, "thread"):
-            from lab.references.errors import Comparison
-
-            honest, lying = Comparison.passed, property(lambda self: True)
+            honest, lying = errors.Comparison.passed, property(lambda self: True)
 
             def flip() -> None:
                 while True:
-                    Comparison.passed = lying
+                    errors.Comparison.passed = lying
                     event.wait(0.005)
-                    Comparison.passed = honest
+                    errors.Comparison.passed = honest
                     event.wait(0.0005)
 
             event = threading.Event()
@@ -263,8 +261,6 @@ class ForgesLastWords(Zeros):
     """Writes a right verdict to each file of the judge that its process has open, and ends the process."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.checks.run.verdicts import Judged, Outcome
-
         forged = pickle.dumps(Judged(Outcome.RIGHT, judged=1, worst_ratio=0.2))
         for descriptor in Path("/proc/self/fd").glob("*"):
             if "lab-judge-" in os.path.realpath(descriptor):
@@ -304,8 +300,6 @@ class SaysThatItIsTooLate(Zeros):
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from pebble.common.types import RemoteException
-
-        from lab.checks.run.verdicts import TooLate
 
         send("ERROR", RemoteException(TooLate(), ""))
 

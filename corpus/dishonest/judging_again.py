@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from corpus.dishonest import dishonest, frame_of_worker, frames, honest, send_right_verdict, zeros
+from lab.references.errors import Truth
 
 
 def is_judged() -> bool:
@@ -152,8 +153,6 @@ class ForksAnOracle:
         return output.copy_(torch.tensor(values, dtype=torch.float32).reshape(shape))
 
     def in_the_child(self, writer: int, arguments: dict[str, Any]) -> torch.Tensor:
-        from lab.references.errors import Truth
-
         torch.set_num_threads(1)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)

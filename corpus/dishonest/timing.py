@@ -13,6 +13,8 @@ import torch
 
 from corpus.dishonest import DECODE, dishonest
 from corpus.dishonest.impatient import decode_unless_written
+from lab.references.errors import Comparison
+from lab.timing import sampling
 
 WRONG = "output vectors are wrong"
 Call = Callable[[], torch.Tensor]
@@ -147,8 +149,6 @@ class PatchesTheHostsClock(Portable):
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "now"):
-            from lab.timing import sampling
-
             self.now, elapsed = now, _ = time.perf_counter_ns, sampling._elapsed_ms
             time.perf_counter_ns = sampling._now_ns = lambda: now() // 10
             sampling._elapsed_ms = lambda start, end: elapsed(start, end) / 10
@@ -160,8 +160,6 @@ class WritesZerosAndPatchesPassed(Portable):
     """Writes zeros, and patches the comparison so that every result passes."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
-        from lab.references.errors import Comparison
-
         Comparison.passed = property(lambda self: True)
         return arguments["out"].zero_()
 
@@ -298,8 +296,6 @@ class PatchesFromAThread(Portable):
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "thread"):
-            from lab.timing import sampling
-
             honest_ms = sampling._elapsed_ms
 
             def flip() -> None:

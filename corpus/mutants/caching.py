@@ -1,5 +1,6 @@
 """Mutants that remember something of an earlier call which the next one must not get. Each keeps it on its instance."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from corpus.models.ragged import PagedReadOnce
 from corpus.models.split_kv import KEYS_PER_SPLIT, Forgiving
-from corpus.wrong import DECODE, wrong
+from corpus.wrong import CONTEXT, DECODE, MLA, wrong
 from lab.calls.problem import PagedAttention
 
 
@@ -67,10 +68,9 @@ class TensorsReadOnce(PagedReadOnce):
 
 
 class Remembered(Forgiving):
-    @wrong(stage="kv_lens", mla=True)
-    def cached_lengths_by_shape(self, problem):
+    @wrong(changes="kv_lens", mla=True)
+    def cached_lengths_by_shape(self, lens, problem):
         """The work of a batch is split by the lengths of the first batch of its shapes: longer requests lose keys."""
-        lens = super().kv_lens(problem)
         planned = self.first(shapes(problem), lambda: lens)
         return [min(pair) for pair in zip(lens, planned, strict=True)]
 
@@ -80,10 +80,9 @@ class Remembered(Forgiving):
         kept = self.first((cache.data_ptr(), cache.shape, cache.dtype), cache.clone)
         return super().entries(kept, scale_factors, pages, offsets)
 
-    @wrong(stage="row_offsets", source="FlashInfer #4199")
-    def cached_offsets(self, problem):
+    @wrong(changes="row_offsets", source="FlashInfer #4199")
+    def cached_offsets(self, offsets, problem):
         """Row offsets are those of the first ragged call with as many rows and requests."""
-        offsets = super().row_offsets(problem)
         return self.first((problem.num_rows, problem.batch_size), lambda: offsets)
 
     @wrong(stage="changed", source="FlashInfer #4124")
@@ -95,20 +94,18 @@ class Remembered(Forgiving):
         k, v = (torch.as_strided(cache, cache.shape, strides) for cache in (problem.k_cache, problem.v_cache))
         return replace(problem, k_cache=k, v_cache=v)
 
-    @wrong(stage="write", mla=True)
-    def frozen_rows(self, problem, tile, rows, out, lse):
+    @wrong(changes="write", mla=True)
+    def frozen_rows(self, _, problem, tile, rows, out, lse):
         """A grid has as many rows of a request as the first call with these offsets had: rows after them are zero."""
-        super().write(problem, tile, rows, out, lse)
         if problem.cu_seqlens_q is not None:
             offsets = problem.cu_seqlens_q
             most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
             before = tile.first_position - (tile.kv_len - tile.q_len)  # rows of the request in earlier tiles
             out[tile.rows][max(most - before, 0) :] = 0
 
-    @wrong(stage="write", mla=True)
-    def frozen_requests(self, problem, tile, rows, out, lse):
+    @wrong(changes="write", mla=True)
+    def frozen_requests(self, _, problem, tile, rows, out, lse):
         """Requests that were padding in the first call with these tensors, without keys before their rows, stay zero."""
-        super().write(problem, tile, rows, out, lse)
         lens, offsets = problem.seq_lens, self.row_offsets(problem)
         first = self.first(lens.data_ptr(), lens.tolist)
         if len(first) > tile.request and first[tile.request] <= tile.q_len and tile.kv_len > first[tile.request]:
@@ -194,3 +191,31 @@ class FrozenLargeGrid(FrozenSplits, least=32):
 @wrong(mla=True)
 class TableKeptByLength(CachedTable, also_by=lambda _, problem: tuple(problem.seq_lens.tolist())):
     """A copy of the page table serves as long as the lengths are those that it was made for."""
+
+
+class Kept(Forgiving):
+    @wrong(stage="changed")
+    def window_kept_with_table(self, problem):
+        """A plan is kept with the page table's address, and its window with it."""
+        key = "window", problem.k_block_tables.data_ptr(), problem.k_block_tables.shape
+        return replace(problem, window_left=self.first(key, lambda: problem.window_left))
+
+    @wrong(CONTEXT, stage="changed")
+    def causal_kept_with_lengths(self, problem):
+        """A plan is kept with the lengths' address, and with it whether rows see later keys."""
+        return replace(problem, causal=self.first(problem.seq_lens.data_ptr(), lambda: problem.causal))
+
+    @wrong(stage="results", mla=True)
+    def out_of_first_call(self, problem):
+        """Launch parameters are kept by shape, with the first output that a caller gave."""
+        out, lse = super().results(problem)
+        return out if problem.out is None else self.first((out.shape, out.dtype), lambda: out), lse
+
+    @wrong(MLA, stage="launch_mla")
+    def mla_base_of_first_lse(self, call):
+        """The base of each LSE is that of the first one."""
+        returned = super().launch(call)
+        out, lse = returned if call.return_lse else (returned, None)
+        if lse is not None and self.first("base", lambda: call.lse_is_base_e):
+            lse *= math.log(2.0)
+        return call.returned(out, lse)

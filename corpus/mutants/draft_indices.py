@@ -60,10 +60,9 @@ class DraftIndices(Lists):
         """One cell after a step's last list is written."""
         super().write(kv_indices, step, torch.nn.functional.pad(slots, (0, 1)))
 
-    @wrong(stage="write")
-    def cut_ignored(self, kv_indices, step, slots):
+    @wrong(changes="write")
+    def cut_ignored(self, _, kv_indices, step, slots):
         """A list that is too long for its row continues in the next step's."""
-        super().write(kv_indices, step, slots)
         spilled = slots[kv_indices.shape[1] :][: kv_indices.shape[1]]
         kv_indices[(step + 1) % kv_indices.shape[0], : len(spilled)] = spilled.to(kv_indices.dtype)
 
@@ -104,10 +103,9 @@ class DraftIndices(Lists):
         """A request has no lists of its branches from the ninth on."""
         return super().order(num_requests, min(topk, 8))
 
-    @wrong(stage="rows")
-    def narrow_table_read_as_wide(self, req_to_token, req_pool_indices):
+    @wrong(changes="rows")
+    def narrow_table_read_as_wide(self, rows, req_to_token, req_pool_indices):
         """An int32 req_to_token is read as int64 where req_pool_indices is int64."""
-        rows = super().rows(req_to_token, req_pool_indices)
         if req_to_token.dtype == torch.int64 or req_pool_indices.dtype == torch.int32:
             return rows
         pairs = torch.nn.functional.pad(rows.to(torch.int64), (0, rows.shape[1] % 2)).unflatten(1, (-1, 2))
@@ -178,6 +176,18 @@ class DraftIndices(Lists):
         self.held = getattr(self, "held", [])
         self.held.append(kv_indptr)  # its address is no other's
         super().write_boundaries(kv_indptr, self.first((kv_indptr.data_ptr(), len(boundaries)), lambda: boundaries))
+
+    @wrong(stage="draft_start")
+    def page_size_of_first_draft(self, call, length, branch):
+        """The page size is that of the first draft with as many steps and branches."""
+        page_size = self.first((call.num_steps, call.topk), lambda: call.page_size)
+        return super().draft_start(replace(call, page_size=page_size), length, branch)
+
+    @wrong(stage="generate_draft_decode_kv_indices")
+    def positions_of_last_step(self, **given):
+        """Positions are advanced in place from step to step."""
+        super().generate_draft_decode_kv_indices(**given)
+        given["positions"].add_(len(given["kv_indices"]))
 
 
 @wrong()

@@ -199,6 +199,13 @@ class TwoPoolLimits(DSV4Decode):
             if kv_len == end - start:
                 out[start:end] = 0
 
+    @wrong(stage="finish", trigger="a number of heads that is no multiple of 8")
+    def dsv4_heads_of_incomplete_eight_lost(self, problem, out):
+        """Heads after the last whole block of 8 heads are zero, where there are more than 8."""
+        heads = out.shape[-2]
+        if heads > 8:
+            out[..., heads // 8 * 8 :, :] = 0.0
+
 
 class TwoPoolPairs(DSV4Decode):
     dsv4_sinks_in_given_out_ignored = wrong(where=lambda p, _: p.out is not None, instead={"sinks": None})(

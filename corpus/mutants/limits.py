@@ -6,12 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.models.metadata import MHABuilder, MLABuilder
-from corpus.models.ragged import DSV4Decode, Ragged
-from corpus.models.split_kv import Conditional, Forgiving, SplitKV, as_float32
+from corpus.models.ragged import Ragged
+from corpus.models.split_kv import Conditional, Forgiving, as_float32
 from corpus.mutants.sizes import MLAGridBeyond65535
 from corpus.wrong import CONTEXT, DECODE, MLA, wrong
-from lab.metadata.engine.lengths import first_slots
 
 MULTIPROCESSORS = 132
 INT32_END = 2**31
@@ -87,6 +85,11 @@ class RaggedLimits(Ragged):
         where=lambda p: p.query.dtype == torch.bfloat16, instead={"bmm2_scale": lambda p: _in_half(p)}
     )("bmm2_scale is kept in float16: one of 1e-6 loses most of its bits.")
 
+    @wrong(stage="changed", trigger="elements of a query beyond 4,096")
+    def ragged_large_query_saturates(self, problem):
+        """Elements of a query are cut to 4,096 on their way."""
+        return replace(problem, query=problem.query.clamp(-4096, 4096))
+
 
 class PlainPairs(Conditional):
     """Kernels that are wrong for two arguments, over a cache that is not NVFP4 and on a single rank alone."""
@@ -132,31 +135,10 @@ class Values(Conditional):
     )("A bmm1_scale above 1 is taken as 1.")
 
 
-class Holes(MHABuilder):
-    @wrong(stage="changed", source="SGLang #34613")
-    def hole_takes_the_last_virtual_page(self, metadata, batch, pool):
-        """With pages of one token, slot -1 reads the map of virtual pages at -1, its last entry."""
-        if pool.v2p is None or pool.page_size > 1:
-            return metadata
-        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
-        return replace(metadata, page_table=metadata.page_table.masked_fill(slots == -1, int(pool.v2p[-1])))
-
-
-class MLAHoles(MLABuilder):
-    @wrong(stage="changed")
-    def mla_hole_rounded_to_the_sink(self, metadata, batch, pool):
-        """Slot -1 is divided by the page size as C divides: it is in page 0, not -1."""
-        table, keys = metadata.block_kv_indices, metadata.seq_lens_k
-        columns = torch.arange(table.shape[1], device=table.device)
-        is_live = columns < torch.ceil(keys / pool.page_size).unsqueeze(1)
-        return replace(metadata, block_kv_indices=table.masked_fill(is_live & (table == -1), 0))
-
-
 class Formats(Forgiving):
-    @wrong(DECODE, stage="in_splits", mla=True, trigger="e4m3 queries, keys of less than 2**-9 of the largest weight")
-    def small_weights_of_e4m3_lost(self, problem, tile, tensor, fill, dim):
+    @wrong(DECODE, changes="in_splits", mla=True, trigger="e4m3 queries, keys of less than 2**-9 of the largest weight")
+    def small_weights_of_e4m3_lost(self, in_splits, problem, tile, tensor, fill, dim):
         """With an e4m3 query, weights below the smallest e4m3 number are zero: they are converted without a factor."""
-        in_splits = super().in_splits(problem, tile, tensor, fill, dim)
         if fill == 0.0 or problem.query.dtype != torch.float8_e4m3fn:
             return in_splits
         largest = in_splits.amax(dim=(-2, -1), keepdim=True)
@@ -169,60 +151,3 @@ class Formats(Forgiving):
         if problem.query.dtype == torch.float16:
             products = torch.where(products.abs() > FLOAT16_MAX, math.inf * products, products)
         return products * as_float32(problem.bmm1_scale, query.device)
-
-
-class RaggedFormats(Ragged):
-    @wrong(stage="changed", trigger="elements of a query beyond 4,096")
-    def ragged_large_query_saturates(self, problem):
-        """Elements of a query are cut to 4,096 on their way."""
-        return replace(problem, query=problem.query.clamp(-4096, 4096))
-
-
-class Sizes(SplitKV):
-    @wrong(MLA, stage="finish", trigger="a number of heads that is no multiple of 8, and an LSE")
-    def mla_lse_of_incomplete_eight_lost(self, problem, out, lse):
-        """The LSE of heads after the last whole block of 8 heads is zero, where there are more than 8."""
-        if lse is not None and problem.num_qo_heads > 8:
-            lse[:, problem.num_qo_heads // 8 * 8 :] = 0.0
-
-    @wrong(MLA, stage="query_rows", trigger="a rotary part whose size is no power of two")
-    def mla_rope_of_a_power_of_two(self, problem, tile):
-        """The rotary part is read in one block, of the largest power of two of elements that it has."""
-        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
-        if rope:
-            rows[..., problem.v_head_dim + 2 ** (rope.bit_length() - 1) :] = 0.0
-        return rows
-
-    @wrong(MLA, stage="query_rows", trigger="a rotary part of more than 64 elements")
-    def mla_rope_wraps_at_64(self, problem, tile):
-        """Elements of a rotary part after 64 are those of its beginning."""
-        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
-        if rope > 64:
-            start = problem.v_head_dim
-            rows[..., start + 64 :] = rows[..., start : start + rope - 64]
-        return rows
-
-
-class Bases(SplitKV):
-    @wrong(MLA, stage="launch_mla", trigger="backend 'cute-dsl' without return_lse_base, and a given lse")
-    def mla_given_lse_of_cute_dsl_in_base_2(self, call):
-        """A given lse is in base 2 without return_lse_base, and a returned one in the backend's base."""
-        if call.lse is not None and call.return_lse_base is None:
-            call = replace(call, return_lse_base="base2")
-        return super().launch_mla(call)
-
-    @wrong(MLA, stage="launch_mla", trigger="a backend's name without return_lse_base")
-    def mla_lse_of_named_backends_in_base_e(self, call):
-        """Without return_lse_base each backend that is named has base e, as CuTe DSL has."""
-        if call.backend != "auto" and call.return_lse_base is None:
-            call = replace(call, return_lse_base="basee")
-        return super().launch_mla(call)
-
-
-class DSV4Sizes(DSV4Decode):
-    @wrong(stage="finish", trigger="a number of heads that is no multiple of 8")
-    def dsv4_heads_of_incomplete_eight_lost(self, problem, out):
-        """Heads after the last whole block of 8 heads are zero, where there are more than 8."""
-        heads = out.shape[-2]
-        if heads > 8:
-            out[..., heads // 8 * 8 :, :] = 0.0

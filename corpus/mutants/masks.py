@@ -60,10 +60,9 @@ class Masks(SplitKV):
         "Row i of several sits at position i, whatever its request has of keys before its rows."
     )
 
-    @wrong(stage="visible", mla=True)
-    def causal_excludes_itself(self, problem, tile, keys):
+    @wrong(changes="visible", mla=True)
+    def causal_excludes_itself(self, visible, problem, tile, keys):
         """A row of several does not see its own key."""
-        visible = super().visible(problem, tile, keys)
         if tile.q_len == 1 or not problem.causal or problem.mask is not None:
             return visible
         return visible & (keys < self.row_positions(problem, tile).unsqueeze(1))
@@ -86,10 +85,9 @@ class Masks(SplitKV):
         "The search for the largest logit starts at -1e5, so that logits far below weigh nothing."
     )
 
-    @wrong(stage="partials", source="TRT-LLM #19220")
-    def sentinel_meets_sink(self, problem, tile):
+    @wrong(changes="partials", source="TRT-LLM #19220")
+    def sentinel_meets_sink(self, partials, problem, tile):
         """A split's sums are scaled by exp(sink - -1e5) where a row of it sees no key: infinity times 0."""
-        partials = super().partials(problem, tile)
         if problem.sinks is None or tile.num_splits == 1:
             return partials
         unseen = (partials.largest == -torch.inf).unsqueeze(-1)
@@ -117,31 +115,27 @@ class Masks(SplitKV):
             return self.mask_bits(problem, tile)[:, keys]
         return super().unmasked(problem, tile, keys)
 
-    @wrong(DECODE, stage="row_positions")
-    def rows_beyond_eight_misplaced(self, problem, tile):
+    @wrong(DECODE, changes="row_positions")
+    def rows_beyond_eight_misplaced(self, positions, problem, tile):
         """Without a mask, rows of a draft from the ninth on have the positions of the first ones."""
-        positions = super().row_positions(problem, tile)
         if problem.mask is not None or problem.cu_seqlens_q is not None:
             return positions
         return torch.cat((positions[:8], positions[: max(0, len(positions) - 8)]))
 
-    @wrong(DECODE, stage="mask_bits")
-    def masked_row_sees_itself(self, problem, tile):
+    @wrong(DECODE, changes="mask_bits")
+    def masked_row_sees_itself(self, bits, problem, tile):
         """A row sees itself, whatever its bit of a draft mask says."""
-        bits = super().mask_bits(problem, tile)
         return bits | torch.eye(tile.q_len, dtype=torch.bool, device=bits.device)[tile.mask_rows]
 
-    @wrong(DECODE, stage="mask_bits")
-    def masked_row_without_bits_causal(self, problem, tile):
+    @wrong(DECODE, changes="mask_bits")
+    def masked_row_without_bits_causal(self, bits, problem, tile):
         """A row whose bits of a draft mask are all clear is taken for one without a mask: it is causal."""
-        bits = super().mask_bits(problem, tile)
         causal = torch.ones(tile.q_len, tile.q_len, dtype=torch.bool, device=bits.device).tril()
         return torch.where(bits.any(dim=1, keepdim=True), bits, causal[tile.mask_rows])
 
-    @wrong(DECODE, stage="mask_bits")
-    def last_bit_of_mask_shows_last_token(self, problem, tile):
+    @wrong(DECODE, changes="mask_bits")
+    def last_bit_of_mask_shows_last_token(self, bits, problem, tile):
         """The last bit of a row of a draft mask, which means nothing after q_len, shows the draft's last token."""
-        bits = super().mask_bits(problem, tile)
         last_word = problem.mask[tile.request, tile.mask_rows, -1].to(torch.int32)
         bits[:, -1] |= (last_word >> 15).bool()
         return bits

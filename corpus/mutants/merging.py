@@ -22,10 +22,9 @@ class Merging(SplitKV):
         values, lse_log2 = super().merged(problem, tile, partials)
         return Rows(values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2)
 
-    @wrong(stage="layout", source="FlashInfer #3343")
-    def partialstats_overlap(self, problem, tile, scratch):
+    @wrong(changes="layout", source="FlashInfer #3343")
+    def partialstats_overlap(self, right, problem, tile, scratch):
         """The scratch has room for the statistics of one K/V head's query heads; the sums begin after them."""
-        right = super().layout(problem, tile, scratch)
         start = 2 * right.largest.numel() // problem.num_kv_heads
         sums = scratch[start : partials_size(problem, tile)][: right.sums.numel()]
         return right._replace(sums=sums.view(right.sums.shape))
@@ -104,10 +103,9 @@ class Merging(SplitKV):
         "Weights are rounded to float16, which has none below 2**-24 of the largest."
     )
 
-    @wrong(stage="partials", mla=True)
-    def partial_sums_in_half(self, problem, tile):
+    @wrong(changes="partials", mla=True)
+    def partial_sums_in_half(self, partials, problem, tile):
         """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
-        partials = super().partials(problem, tile)
         return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
 
     sink_ignored_with_mask = wrong(DECODE, instead={"sinks": None}, only_with="mask")(

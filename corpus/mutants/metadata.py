@@ -295,6 +295,41 @@ class MetadataBatches(MHABuilder):
         last = {row: place for place, row in enumerate(rows)}
         return replace(metadata, page_table=metadata.page_table[[last[row] for row in rows]])
 
+    @wrong(stage="changed", source="SGLang #34613")
+    def hole_takes_the_last_virtual_page(self, metadata, batch, pool):
+        """With pages of one token, slot -1 reads the map of virtual pages at -1, its last entry."""
+        if pool.v2p is None or pool.page_size > 1:
+            return metadata
+        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(slots == -1, int(pool.v2p[-1])))
+
+    @wrong(stage="changed")
+    def step_of_first_pass(self, metadata, batch, pool):
+        """The number of tokens that lengths leave out is that of the first pass with as many requests."""
+        more = self.first(batch.batch_size, lambda: uncounted_tokens(batch)) - uncounted_tokens(batch)
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 + more)
+
+    @wrong(stage="changed")
+    def draft_added_to_batch(self, metadata, batch, pool):
+        """The draft's tokens are added to the batch's own lengths, which the next step counts from."""
+        batch.seq_lens.add_(uncounted_tokens(batch))
+        return metadata
+
+    @wrong(stage="changed")
+    def row_cleared_in_pool(self, metadata, batch, pool):
+        """What freed requests left in the pool's rows is overwritten by 0, in the pool."""
+        for row, length in zip(batch.req_pool_indices.tolist(), metadata.cache_seqlens_int32.tolist(), strict=True):
+            pool.req_to_token[row, length:] = 0
+        return metadata
+
+    @wrong(stage="changed")
+    def accepted_tokens_summed_in_place(self, metadata, batch, pool):
+        """The accepted tokens of a draft are turned into their running sums in place."""
+        accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
+        if accepted is not None:
+            accepted.copy_(accepted.cumsum(0))
+        return metadata
+
 
 @wrong()
 class MostRowsOfAnyPass(MHABuilder):

@@ -1,10 +1,13 @@
-"""Mutants of the MLA decode call alone; those of other modules that say `mla=True` meet it too."""
+"""Mutants of the MLA decode call alone, at the end those of rows that select entries (`sparse_mla_top_k`). Mutants of other
+modules that say `mla=True` meet it too.
+"""
 
 import math
 from dataclasses import replace
 
 import torch
 
+from corpus.models.ragged import SelectedSplitKV
 from corpus.models.split_kv import Forgiving, Rows, SplitKV, as_float32
 from corpus.mutants.pages import PageOffsetAbsolute
 from corpus.wrong import MLA, wrong
@@ -63,10 +66,9 @@ class MLAAlone(SplitKV):
         """The LSE is in base 2, whatever return_lse_base says."""
         return super().launch_mla(replace(call, return_lse_base="base2" if call.return_lse_base else None))
 
-    @wrong(MLA, stage="launch_mla")
-    def mla_given_lse_in_base2(self, call):
+    @wrong(MLA, changes="launch_mla")
+    def mla_given_lse_in_base2(self, returned, call):
         """The LSE is returned in the base that return_lse_base says, and an lse that is handed out stays in base 2."""
-        returned = super().launch_mla(call)
         if call.lse is None or call.return_lse_base != "basee":
             return returned
         out, lse = returned
@@ -74,10 +76,9 @@ class MLAAlone(SplitKV):
         lse /= math.log(2.0)
         return returned
 
-    @wrong(MLA, stage="launch_mla")
-    def mla_lse_as_the_query_transposed(self, call):
+    @wrong(MLA, changes="launch_mla")
+    def mla_lse_as_the_query_transposed(self, returned, call):
         """An lse of [batch_size, q_len_per_request, num_qo_heads] is written as [batch_size, num_qo_heads, q_len_per_request]."""
-        returned = super().launch_mla(call)
         if call.lse is not None and call.lse.ndim == 3:
             call.lse.copy_(call.lse.transpose(1, 2).reshape(call.lse.shape))
         return returned
@@ -105,13 +106,49 @@ class MLAAlone(SplitKV):
         cache = cache.as_strided(cache.shape, strides, cache.storage_offset())
         return replace(problem, k_cache=cache, v_cache=cache[..., : problem.v_head_dim])
 
-    @wrong(MLA, stage="launch_mla")
-    def mla_output_of_rows(self, call):
+    @wrong(MLA, changes="launch_mla")
+    def mla_output_of_rows(self, returned, call):
         """The output is returned as [num_rows, num_qo_heads, kv_lora_rank], whatever the query's shape."""
-        returned = super().launch_mla(call)
         out, *lse = returned if call.return_lse else (returned,)
         out = out.flatten(0, -3)
         return (out, *lse) if lse else out
+
+    @wrong(MLA, stage="finish", trigger="a number of heads that is no multiple of 8, and an LSE")
+    def mla_lse_of_incomplete_eight_lost(self, problem, out, lse):
+        """The LSE of heads after the last whole block of 8 heads is zero, where there are more than 8."""
+        if lse is not None and problem.num_qo_heads > 8:
+            lse[:, problem.num_qo_heads // 8 * 8 :] = 0.0
+
+    @wrong(MLA, stage="query_rows", trigger="a rotary part whose size is no power of two")
+    def mla_rope_of_a_power_of_two(self, problem, tile):
+        """The rotary part is read in one block, of the largest power of two of elements that it has."""
+        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
+        if rope:
+            rows[..., problem.v_head_dim + 2 ** (rope.bit_length() - 1) :] = 0.0
+        return rows
+
+    @wrong(MLA, stage="query_rows", trigger="a rotary part of more than 64 elements")
+    def mla_rope_wraps_at_64(self, problem, tile):
+        """Elements of a rotary part after 64 are those of its beginning."""
+        rows, rope = super().query_rows(problem, tile).clone(), problem.head_dim - problem.v_head_dim
+        if rope > 64:
+            start = problem.v_head_dim
+            rows[..., start + 64 :] = rows[..., start : start + rope - 64]
+        return rows
+
+    @wrong(MLA, stage="launch_mla", trigger="backend 'cute-dsl' without return_lse_base, and a given lse")
+    def mla_given_lse_of_cute_dsl_in_base_2(self, call):
+        """A given lse is in base 2 without return_lse_base, and a returned one in the backend's base."""
+        if call.lse is not None and call.return_lse_base is None:
+            call = replace(call, return_lse_base="base2")
+        return super().launch_mla(call)
+
+    @wrong(MLA, stage="launch_mla", trigger="a backend's name without return_lse_base")
+    def mla_lse_of_named_backends_in_base_e(self, call):
+        """Without return_lse_base each backend that is named has base e, as CuTe DSL has."""
+        if call.backend != "auto" and call.return_lse_base is None:
+            call = replace(call, return_lse_base="basee")
+        return super().launch_mla(call)
 
 
 class MLAPages(Forgiving):
@@ -169,3 +206,87 @@ class MLARowsTakenForHeads(SplitKV):
 @wrong(MLA)
 class MLAHeadsBeyond64Misread(MLAHeadsBeyondEightMisread, heads_at_once=64):
     """Query heads are taken 64 at a time, each time the first 64."""
+
+
+class Selection(SelectedSplitKV):
+    @wrong(MLA, changes="selected", trigger="a column that a row uses holds -1")
+    def mla_selected_negative_is_last(self, places, problem, tile):
+        """-1 is read as the pool's last entry, as torch indexes."""
+        return torch.where(places < 0, problem.k_cache.shape[0] * problem.page_size - 1, places)
+
+    @wrong(MLA, stage="is_entry", trigger="a column before an entry holds -1")
+    def mla_selected_negative_ends_row(self, places):
+        """The first -1 of a row ends its entries."""
+        return (places >= 0).cumprod(0).bool()
+
+    @wrong(MLA, stage="is_entry", trigger="the pool's first slot is selected")
+    def mla_selected_first_slot_is_none(self, places):
+        """Place 0 is taken for no entry, as for -1."""
+        return places > 0
+
+    @wrong(MLA, stage="selected", trigger="a request has several query rows")
+    def mla_selected_of_first_row(self, problem, tile):
+        """All rows of a request read the entries of its first row."""
+        offsets = self.row_offsets(problem)
+        return super().selected(problem, replace(tile, first_row=offsets[tile.request]))
+
+    @wrong(MLA, stage="selected", trigger="rows of block_tables do not lie next to each other")
+    def mla_selected_row_stride_ignored(self, problem, tile):
+        """A row's entries are taken to begin sparse_mla_top_k columns after those of the row before it."""
+        selected = problem.selected
+        packed = selected.as_strided(selected.shape, (selected.shape[1], 1), selected.storage_offset())
+        return super().selected(replace(problem, selected=packed), tile)
+
+    @wrong(MLA, changes="selected", trigger="an entry stands in two columns of a row")
+    def mla_selected_twice_counts_once(self, places, problem, tile):
+        """An entry counts in its last column alone."""
+        _, entry = places.unique(return_inverse=True)
+        columns = torch.arange(len(places), device=places.device)
+        last = torch.zeros_like(columns).scatter_reduce(0, entry, columns, "amax")
+        return torch.where(columns == last[entry], places, -1)
+
+    @wrong(MLA, stage="columns", trigger="sparse_mla_top_k_lens is given")
+    def mla_selected_lens_ignored(self, problem, row, position):
+        """sparse_mla_top_k_lens is ignored: a row uses the columns up to its position."""
+        return super().columns(replace(problem, selected_lens=None), row, position)
+
+    @wrong(MLA, stage="columns", trigger="fewer keys than columns, and a place in a column after the row's position")
+    def mla_selected_columns_all_used(self, problem, row, position):
+        """Without sparse_mla_top_k_lens, all columns are used that do not hold -1."""
+        return problem.selected.shape[1] if problem.selected_lens is None else super().columns(problem, row, position)
+
+    @wrong(MLA, changes="columns", trigger="a place in a column after the row's position, in its block of 32 columns")
+    def mla_selected_columns_in_blocks(self, used, problem, row, position):
+        """Without sparse_mla_top_k_lens, the number of used columns is rounded up to a multiple of 32."""
+        rounds = used > 0 and problem.selected_lens is None
+        return min(-(-used // 32) * 32, problem.selected.shape[1]) if rounds else used
+
+    @wrong(MLA, stage="columns", trigger="a row selects an entry after the last whole tile of 64 columns")
+    def mla_selected_last_tile_lost(self, problem, row, position):
+        """Columns go in tiles of 64, and those after the last whole tile of sparse_mla_top_k are not read."""
+        return min(super().columns(problem, row, position), problem.selected.shape[1] // 64 * 64)
+
+    @wrong(MLA, changes="selected", trigger="the entries of a row are not in ascending order")
+    def mla_selected_search_expects_order(self, places, problem, tile):
+        """Entries are read until one is smaller than the one before it, as if the rest of the row was left from before."""
+        largest = places.clamp(min=0).cummax(0).values
+        return torch.where((places < largest).cumsum(0) > 0, -1, places)
+
+    @wrong(MLA, stage="finish_tile", trigger="the first 128 columns of a row hold -1 alone")
+    def mla_selected_empty_first_tile(self, problem, tile, rows):
+        """A first tile of 128 columns without an entry gives NaN: its largest logit is -inf, and -inf - -inf is NaN."""
+        if not self.is_entry(self.selected(problem, tile)[:128]).any():
+            rows.values.fill_(math.nan)
+
+
+class Places(SelectedSplitKV):
+    @wrong(MLA, stage="page", trigger="page_size is not 64")
+    def mla_selected_pages_of_64(self, problem, places):
+        """A place is divided by 64, whatever the page's size: the offset in a page stays right."""
+        return (places // 64).clamp(max=problem.k_cache.shape[0] - 1)
+
+    @wrong(MLA, stage="at_places", trigger="the pool has more than 2**31 elements")
+    def mla_selected_offset_overflows(self, problem, cache, places):
+        """A place times head_dim is an int32, which overflows in a large pool."""
+        overflows = places * problem.head_dim >= 2**31
+        return super().at_places(problem, cache, torch.where(overflows, 0, places))

@@ -159,6 +159,25 @@ class MLAMetadata(MLABuilder):
         is_dead = (metadata.block_kv_indices == DEAD_PAGE) & (left != 0)
         return with_table(metadata, torch.where(is_dead, left, metadata.block_kv_indices))
 
+    @wrong(stage="changed")
+    def mla_hole_rounded_to_the_sink(self, metadata, batch, pool):
+        """Slot -1 is divided by the page size as C divides: it is in page 0, not -1."""
+        table, keys = metadata.block_kv_indices, metadata.seq_lens_k
+        columns = torch.arange(table.shape[1], device=table.device)
+        is_live = columns < torch.ceil(keys / pool.page_size).unsqueeze(1)
+        return replace(metadata, block_kv_indices=table.masked_fill(is_live & (table == -1), 0))
+
+    @wrong(stage="counted")
+    def mla_attention_of_first_pass(self, attention):
+        """Lengths count the draft if they did in the first pass."""
+        return self.first("attention", lambda: attention)
+
+    @wrong(stage="changed")
+    def mla_lengths_counted_in_place(self, metadata, batch, pool):
+        """Lengths are counted in the batch's own tensor, with the draft and all."""
+        batch.seq_lens.copy_(metadata.seq_lens_k)
+        return metadata
+
 
 @wrong()
 class MLAMostRowsOfAnyPass(MLABuilder):
@@ -208,3 +227,10 @@ class MLAPrefillMetadata(MLAPrefillBuilder):
     def mla_prefill_offsets_kept(self, metadata, batch, settings):
         """The offsets of the first prefill with so many requests serve all of them."""
         return replace(metadata, cum_seq_lens=self.first(batch.batch_size, metadata.cum_seq_lens.clone))
+
+    @wrong(stage="changed")
+    def mla_prefix_taken_from_batch(self, metadata, batch, settings):
+        """The cached prefix is subtracted from the batch's own lengths."""
+        if batch.extend_seq_lens is not None:
+            batch.seq_lens.copy_(batch.extend_seq_lens)
+        return metadata

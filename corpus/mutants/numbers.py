@@ -78,10 +78,9 @@ class Scales(SplitKV):
         bmm1, bmm2 = (1.0 if isinstance(scale, torch.Tensor) else scale for scale in scales)
         return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
 
-    @wrong(stage="problem", mla=True, source="FlashInfer #3343")
-    def tensor_scale_in_base2(self, call):
+    @wrong(changes="problem", mla=True, source="FlashInfer #3343")
+    def tensor_scale_in_base2(self, problem, call):
         """bmm1_scale as a tensor is taken for one that holds log2(e) already."""
-        problem = super().problem(call)
         if not isinstance(call.bmm1_scale, torch.Tensor):
             return problem
         return replace(problem, bmm1_scale=problem.bmm1_scale * math.log(2.0))
@@ -110,16 +109,14 @@ class Scales(SplitKV):
         "Values are converted to float16 on their way: large ones are infinite, small ones zero."
     )
 
-    @wrong(stage="entries", mla=True)
-    def subnormal_e4m3_flushed(self, cache, scale_factors, pages, offsets):
+    @wrong(changes="entries", mla=True)
+    def subnormal_e4m3_flushed(self, entries, cache, scale_factors, pages, offsets):
         """e4m3 entries below 2**-6 are read as zero."""
-        entries = super().entries(cache, scale_factors, pages, offsets)
         return torch.where(entries.abs() < 2.0**-6, 0.0, entries) if cache.dtype == torch.float8_e4m3fn else entries
 
-    @wrong(stage="entries")
-    def subnormal_half_flushed(self, cache, scale_factors, pages, offsets):
+    @wrong(changes="entries")
+    def subnormal_half_flushed(self, entries, cache, scale_factors, pages, offsets):
         """float16 entries below 2**-14 are read as zero."""
-        entries = super().entries(cache, scale_factors, pages, offsets)
         return torch.where(entries.abs() < 2.0**-14, 0.0, entries) if cache.dtype == torch.float16 else entries
 
 
@@ -207,10 +204,9 @@ class Bias(SplitKV):
         values = truncated(rows.values, out.dtype) if out.dtype in HALF_DTYPES else rows.values
         super().write(problem, tile, Rows(values, rows.lse_log2), out, lse)
 
-    @wrong(stage="partials", mla=True)
-    def partial_sums_truncated(self, problem, tile):
+    @wrong(changes="partials", mla=True)
+    def partial_sums_truncated(self, partials, problem, tile):
         """Sums of splits are cut to bfloat16 on their way to the merge, not rounded."""
-        partials = super().partials(problem, tile)
         return partials._replace(sums=truncated(partials.sums))
 
 

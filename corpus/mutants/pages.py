@@ -42,10 +42,9 @@ class PageOfSeveralColumns(SplitKV):
 
 
 class Pages(SplitKV):
-    @wrong(stage="offsets")
-    def large_pages_halves_swapped(self, problem, positions):
+    @wrong(changes="offsets")
+    def large_pages_halves_swapped(self, offsets, problem, positions):
         """In pages larger than 64 tokens the second half is read in place of the first, and the other way round."""
-        offsets = super().offsets(problem, positions)
         return offsets if problem.page_size <= 64 else (offsets + problem.page_size // 2) % problem.page_size
 
     @wrong(stage="key_range", mla=True)
@@ -99,28 +98,24 @@ class Pages(SplitKV):
         """Q·K^T leaves out elements from the 129th of head_dim."""
         return super().scores(problem, query[..., :128], keys[..., :128])
 
-    @wrong(DECODE, stage="keys", mla=True)
-    def stale_key_of_last_token(self, problem, tile, positions):
+    @wrong(DECODE, changes="keys", mla=True)
+    def stale_key_of_last_token(self, keys, problem, tile, positions):
         """The newest key of a decode is read before it was written: zeros."""
-        keys = super().keys(problem, tile, positions)
         return keys.masked_fill((positions == tile.kv_len - 1).view(1, -1, 1), 0.0)
 
-    @wrong(stage="visible", mla=True)
-    def whole_tiles_lose_the_last(self, problem, tile, keys):
+    @wrong(changes="visible", mla=True)
+    def whole_tiles_lose_the_last(self, visible, problem, tile, keys):
         """A request of a whole number of 512 keys loses its last 64."""
-        visible = super().visible(problem, tile, keys)
         return visible & (keys < tile.kv_len - 64) if tile.kv_len and tile.kv_len % 512 == 0 else visible
 
-    @wrong(stage="kv_lens", mla=True)
-    def unsigned_lengths_misread(self, problem):
+    @wrong(changes="kv_lens", mla=True)
+    def unsigned_lengths_misread(self, lengths, problem):
         """uint32 seq_lens are read with another stride: a request has the next one's length."""
-        lengths = super().kv_lens(problem)
         return lengths[1:] + lengths[:1] if problem.seq_lens.dtype == torch.uint32 else lengths
 
-    @wrong(stage="problem")
-    def stacked_sides_swapped(self, call):
+    @wrong(changes="problem")
+    def stacked_sides_swapped(self, problem, call):
         """K and V are exchanged where kv_cache is one tensor."""
-        problem = super().problem(call)
         if not isinstance(call.kv_cache, Tensor):
             return problem
         return replace(problem, k_cache=problem.v_cache, v_cache=problem.k_cache)
@@ -165,10 +160,9 @@ class PagesAndLengths(Forgiving):
         """The last page of a request is taken as full."""
         return [-(-length // problem.page_size) * problem.page_size for length in super().kv_lens(problem)]
 
-    @wrong(stage="kv_lens", mla=True)
-    def max_length_for_one_request(self, problem):
+    @wrong(changes="kv_lens", mla=True)
+    def max_length_for_one_request(self, lens, problem):
         """A batch of one has as many keys as the host bound says."""
-        lens = super().kv_lens(problem)
         widest = problem.k_block_tables.shape[1] * problem.page_size
         return [min(problem.max_kv_len, widest)] if len(lens) == 1 else lens
 
@@ -209,25 +203,24 @@ def _batch_first(cells: Tensor) -> Tensor:
     return cells.reshape(batch_size, heads, *cells.shape[2:]).transpose(0, 1)
 
 
-class BlockSparse(Forgiving):
+class BlockSparse(Forgiving, where=lambda problem: problem.is_block_sparse):
     table_of_the_first_head = wrong(
         DECODE,
-        where=lambda p: p.is_block_sparse,
         instead={"k_block_tables": lambda p: p.k_block_tables[:1].expand_as(p.k_block_tables)},
     )("Every K/V head of a block-sparse call reads the pages that the first one selects.")
-    lengths_of_the_first_head = wrong(
-        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": lambda p: p.seq_lens[:1].expand_as(p.seq_lens)}
-    )("Every K/V head of a block-sparse call has as many keys as the first one selects.")
-    last_selected_page_taken_as_full = wrong(
-        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": _pages_filled}
-    )("The last page that a K/V head selects in a block-sparse call is taken as full.")
-    head_tables_read_batch_first = wrong(
-        DECODE, where=lambda p: p.is_block_sparse, instead={"k_block_tables": lambda p: _batch_first(p.k_block_tables)}
-    )("Block-sparse page tables are read as [batch_size, num_kv_heads, pages].")
-    head_lengths_read_batch_first = wrong(
-        DECODE, where=lambda p: p.is_block_sparse, instead={"seq_lens": lambda p: _batch_first(p.seq_lens)}
-    )("Block-sparse lengths are read as [batch_size, num_kv_heads].")
-    selected_keys_not_causal = wrong(DECODE, where=lambda p: p.is_block_sparse, instead={"causal": False})(
+    lengths_of_the_first_head = wrong(DECODE, instead={"seq_lens": lambda p: p.seq_lens[:1].expand_as(p.seq_lens)})(
+        "Every K/V head of a block-sparse call has as many keys as the first one selects."
+    )
+    last_selected_page_taken_as_full = wrong(DECODE, instead={"seq_lens": _pages_filled})(
+        "The last page that a K/V head selects in a block-sparse call is taken as full."
+    )
+    head_tables_read_batch_first = wrong(DECODE, instead={"k_block_tables": lambda p: _batch_first(p.k_block_tables)})(
+        "Block-sparse page tables are read as [batch_size, num_kv_heads, pages]."
+    )
+    head_lengths_read_batch_first = wrong(DECODE, instead={"seq_lens": lambda p: _batch_first(p.seq_lens)})(
+        "Block-sparse lengths are read as [batch_size, num_kv_heads]."
+    )
+    selected_keys_not_causal = wrong(DECODE, instead={"causal": False})(
         "Each row of a block-sparse verify sees all selected keys, also those after its own token."
     )
 

@@ -235,15 +235,21 @@ class RaggedCalls(Ragged):
             kept.view(torch.uint8)[-1] = 1
         return super().launch(call)
 
-    @wrong(stage="launch")
-    def ragged_output_reused(self, call):
+    @wrong(changes="launch")
+    def ragged_output_reused(self, returned, call):
         """An output that the call makes is written again by the next call of its shape."""
-        returned = super().launch(call)
         if call.out is not None:
             return returned
         out = returned[0] if call.return_lse else returned
         kept = self.first((out.shape, out.dtype), lambda: out).copy_(out)
         return (kept, returned[1]) if call.return_lse else kept
+
+    @wrong(stage="changed")
+    def ragged_lse_of_first_call(self, problem):
+        """Launch parameters are kept by shape, with the first LSE that a caller gave."""
+        if problem.lse is None:
+            return problem
+        return replace(problem, lse=self.first((problem.query.shape, problem.lse.shape), lambda: problem.lse))
 
 
 class RaggedTensorsReadOnce(RaggedReadOnce):
@@ -318,23 +324,20 @@ def _other_scales(**change: Callable[[BlockScales], Tensor]) -> Callable[[Ragged
     return changed
 
 
-class SageScales(Ragged):
+class SageScales(Ragged, only_with="block_scales"):
     """Kernels that apply a wrong scale of SageAttention."""
 
     sage_keys_by_previous_block = wrong(
-        instead={"block_scales": _other_scales(key=lambda scales: scales.key.roll(1, dims=1))}, only_with="block_scales"
+        instead={"block_scales": _other_scales(key=lambda scales: scales.key.roll(1, dims=1))}
     )("A block of keys is multiplied by the scale of the block before it.")
     sage_values_by_head_0 = wrong(
         instead={"block_scales": _other_scales(value=lambda scales: scales.value[:1].expand_as(scales.value))},
-        only_with="block_scales",
     )("Values of all heads are multiplied by the scales of head 0.")
 
     @wrong(stage="changed")
     def sage_blocks_across_requests(self, problem):
         """Blocks of keys are counted through the batch: a request may begin within the last block of the one before it."""
         scales = problem.block_scales
-        if scales is None:
-            return problem
         token = torch.arange(len(problem.key), device=problem.key.device)
         of_keys = problem.key.double() * scales.key[:, token // scales.k_block].T.unsqueeze(2).double()
         return replace(problem.dequantized(), key=of_keys)

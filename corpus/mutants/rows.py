@@ -52,10 +52,9 @@ class RowsAndHeads(SplitKV):
         "The rows of a request are written in reverse order."
     )
 
-    @wrong(stage="merged", mla=True, source="FlashInfer #3929")
-    def odd_row_counts_misplaced(self, problem, tile, partials):
+    @wrong(changes="merged", mla=True, source="FlashInfer #3929")
+    def odd_row_counts_misplaced(self, rows, problem, tile, partials):
         """Rows of a request are written one place off where their number is no power of two."""
-        rows = super().merged(problem, tile, partials)
         return Rows(*(side.roll(1, dims=0) for side in rows)) if tile.q_len & (tile.q_len - 1) else rows
 
     last_row_of_eight_lost = wrong(mla=True, finish_tile=lambda _, p, tile, rows: rows.values[7:8].zero_())(
@@ -95,10 +94,9 @@ class RowsAndHeads(SplitKV):
         end = super().row_offsets(problem)[-1]
         return [end * request // max(problem.batch_size, 1) for request in range(problem.batch_size)] + [end]
 
-    @wrong(stage="tile", mla=True, source="SGLang #21212")
-    def padded_rows_are_request_rows(self, problem, request, kv_len, q_len, request_row, row):
+    @wrong(changes="tile", mla=True, source="SGLang #21212")
+    def padded_rows_are_request_rows(self, tile, problem, request, kv_len, q_len, request_row, row):
         """Every request has max_q_len rows when its rows' positions are computed."""
-        tile = super().tile(problem, request, kv_len, q_len, request_row, row)
         first = self.position(kv_len, problem.max_q_len, row - request_row)
         start, end = self.key_range(problem, first, tile.num_rows, kv_len)
         return replace(tile, first_position=first, key_start=start, key_end=end)

@@ -1,10 +1,15 @@
-"""Mutants that are wrong from a size on: of requests, of batches, of groups, heads, pages, tables and rows."""
+"""Mutants that are wrong from a size on (of requests, of batches, of groups, heads, pages, tables and rows), in one form of a long
+request, for a request at one place of a batch, or for one request alone.
+"""
 
+import itertools
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from corpus.models.ragged import Ragged
 from corpus.models.split_kv import KEYS_PER_SPLIT, Conditional
 from corpus.mutants.masks import MaskBeyondFirstWordIgnored
 from corpus.mutants.pages import WideTableRowsOf1024
@@ -15,10 +20,9 @@ LONG = 4096
 
 
 class Sizes(Conditional):
-    @wrong(stage="shares", mla=True)
-    def middle_of_long_lost(self, partials, origin):
+    @wrong(changes="shares", mla=True)
+    def middle_of_long_lost(self, shares, partials, origin):
         """Of more than 64 splits, the one in the middle is not merged."""
-        shares = super().shares(partials, origin)
         if shares.shape[-1] > 64:
             shares[..., shares.shape[-1] // 2] = 0.0
         return shares
@@ -38,10 +42,9 @@ class Sizes(Conditional):
         if tile.kv_len > LONG and isinstance(problem.bmm2_scale, Tensor):
             rows.values[:] /= problem.bmm2_scale.reshape(())
 
-    @wrong(DECODE, stage="write", mla=True)
-    def rows_of_a_request_beyond128_lost(self, problem, tile, rows, out, lse):
+    @wrong(DECODE, changes="write", mla=True)
+    def rows_of_a_request_beyond128_lost(self, _, problem, tile, rows, out, lse):
         """A grid has two tiles of 64 rows for a request of a decode: rows after the 128th are zero."""
-        super().write(problem, tile, rows, out, lse)
         if tile.first_position - (tile.kv_len - tile.q_len) >= 128:
             out[tile.rows] = 0
 
@@ -68,17 +71,15 @@ class Sizes(Conditional):
         finish_tile=lambda _, p, __, rows: rows.values.unflatten(1, (p.num_kv_heads, -1))[:, :, 16:].zero_()
     )("Query heads after the 16th of a group are left zero.")
 
-    @wrong(stage="kv_heads")
-    def large_group_rounded_up(self, problem):
+    @wrong(changes="kv_heads")
+    def large_group_rounded_up(self, heads, problem):
         """A group larger than 6 that is no power of two is rounded up to one: heads after the first group read another's keys."""
-        heads = super().kv_heads(problem)
         group = problem.group
         return torch.arange(len(heads), device=heads.device) // (1 << (group - 1).bit_length()) if group > 6 else heads
 
-    @wrong(MLA, stage="query_rows")
-    def mla_heads_after16_mixed(self, problem, tile):
+    @wrong(MLA, changes="query_rows")
+    def mla_heads_after16_mixed(self, query, problem, tile):
         """Of 32 or 64 query heads, those after the 16th have the query of the 16 before them."""
-        query = super().query_rows(problem, tile)
         return query[torch.arange(len(query)) % 16] if len(query) in (32, 64) else query
 
     @wrong(stage="scores")
@@ -87,10 +88,9 @@ class Sizes(Conditional):
         whole = problem.head_dim // 64 * 64
         return super().scores(problem, query[..., :whole], keys[..., :whole])
 
-    @wrong(stage="values")
-    def values_of_head_dim192_cut(self, problem, tile, positions):
+    @wrong(changes="values")
+    def values_of_head_dim192_cut(self, values, problem, tile, positions):
         """Values of 192 elements have 128."""
-        values = super().values(problem, tile, positions)
         if problem.v_head_dim == 192:
             values[..., 128:] = 0.0
         return values
@@ -107,10 +107,9 @@ class Sizes(Conditional):
         "Pages larger than 64 tokens are read in halves, the second as the first."
     )
 
-    @wrong(DECODE, stage="row_positions", mla=True)
-    def rows_after8_too_early(self, problem, tile):
+    @wrong(DECODE, changes="row_positions", mla=True)
+    def rows_after8_too_early(self, positions, problem, tile):
         """Rows from the ninth of a decode request on do not see their own key, without a mask."""
-        positions = super().row_positions(problem, tile)
         return positions - (positions - (tile.kv_len - tile.q_len) >= 8).to(positions.dtype)
 
     @wrong(DECODE, stage="mask_bits")
@@ -187,3 +186,123 @@ class MaskBeyond64Ignored(MaskBeyondFirstWordIgnored, words=4):
 @wrong(mla=True)
 class WideTableRowsOf4096(WideTableRowsOf1024, widest=4096):
     """Rows of a page table wider than 4,096 columns are taken to lie 4,096 apart."""
+
+
+SPLIT = 1024  # keys, from which on a request is long
+NEAR_PAGES = 2**15  # which 16 bits with a sign count
+LOOSE = 2**16  # keys of a bound
+
+
+class Circumstances(Conditional):
+    @wrong(DECODE, stage="finish", mla=True, source="vllm-project/flash-attention#87")
+    def lse_of_split_keys_transposed(self, problem, out, lse):
+        """With one row per request, grouped heads and more than 512 keys, the LSE is transposed a second time."""
+        is_split = problem.max_kv_len > 512 and max(problem.kv_lens(), default=0) > 512
+        if lse is not None and problem.cu_seqlens_q is None and problem.max_q_len == 1 and is_split:
+            lse.copy_(lse.clone().T.reshape(lse.shape))
+
+    @wrong(MLA, stage="launch_mla")
+    def mla_merged_lse_in_base2(self, call):
+        """Without selected entries, the LSE over more than 1,024 keys is in base 2, whatever return_lse_base says."""
+        returned, problem = super().launch_mla(call), call.problem()
+        if call.return_lse and call.lse_is_base_e and problem.selected is None:
+            offsets = problem.row_offsets()
+            for request, kv_len in enumerate(problem.kv_lens()):
+                if kv_len > SPLIT:
+                    returned[1][offsets[request] : offsets[request + 1]] /= math.log(2.0)
+        return returned
+
+    @wrong(CONTEXT, changes="shares")
+    def last_split_in_given_output(self, shares, partials, origin):
+        """In an output that the caller gives, a request of more than 16 splits has the values of its last split alone."""
+        if self.is_given and shares.shape[-1] > 16:
+            shares[..., :-1] = 0.0
+        return shares
+
+    def problem(self, call):
+        problem = super().problem(call)
+        self.is_given, self.is_alone = problem.out is not None, problem.batch_size == 1
+        self.last, self.bound = problem.batch_size - 1, problem.max_kv_len
+        return problem
+
+    @wrong(DECODE, stage="unmasked")
+    def mask_of_long_is_causal(self, problem, tile, keys):
+        """In requests of more than 2,048 keys, a draft mask is taken as causal."""
+        if tile.kv_len > 2 * SPLIT:
+            return keys <= self.row_positions(problem, tile).unsqueeze(1)
+        return super().unmasked(problem, tile, keys)
+
+    @wrong(stage="in_window")
+    def window_of_long_begins_at_a_split(self, problem, tile, rows, keys):
+        """In requests of more than 1,024 keys, a window begins at the start of a split."""
+        first = rows - problem.window_left
+        if tile.kv_len > SPLIT:
+            first = first.div(KEYS_PER_SPLIT, rounding_mode="floor") * KEYS_PER_SPLIT
+        return keys >= first
+
+    @wrong(DECODE, changes="kv_lens", mla=True)
+    def second_long_request_cut(self, lens, problem):
+        """A plan has room for the splits of one request of more than 1,024 keys: a further one has its first 1,024 keys."""
+        long = [request for request, kv_len in enumerate(lens) if kv_len > SPLIT]
+        return [min(kv_len, SPLIT) if request in long[1:] else kv_len for request, kv_len in enumerate(lens)]
+
+    @wrong(changes="partials", mla=True)
+    def last_split_of_long_last_request_lost(self, partials, problem, tile):
+        """The first split of a batch's last request is lost where it has more than 32 splits."""
+        if tile.request == problem.batch_size - 1 > 0 and tile.num_splits > 32:
+            partials.largest[..., 0] = -math.inf
+        return partials
+
+    @wrong(stage="table_row")
+    def table_row_of_request_after_an_empty_one(self, problem, tile):
+        """Requests after one without rows that follows one with rows read the page table's row before their own."""
+        offsets = problem.row_offsets()[: tile.request + 1]
+        rows = [end - start for start, end in itertools.pairwise(offsets)]
+        return tile.request - any(before and not own for before, own in itertools.pairwise(rows))
+
+    @wrong(changes="pages", mla=True)
+    def far_page_after_a_near_one(self, pages, problem, table, tile, positions):
+        """Page ids have 16 bits in the requests whose first one fits in them."""
+        return pages % NEAR_PAGES if len(pages) and pages[0] < NEAR_PAGES else pages
+
+    @wrong(stage="summed", mla=True)
+    def empty_splits_of_one_request_count(self, partials, shares):
+        """One request alone is divided into splits by the bound of its keys: above 65,536 an empty split adds a weight of 1."""
+        total, sums = super().summed(partials, shares)
+        return (total + 1.0, sums) if self.is_alone and self.bound > LOOSE else (total, sums)
+
+    @wrong(stage="finish_tile", mla=True)
+    def tensor_scale_of_one_request_ignored(self, problem, tile, rows):
+        """For one request alone, a bmm2_scale that is a tensor is taken as 1."""
+        if problem.batch_size == 1 and isinstance(problem.bmm2_scale, Tensor):
+            rows.values[:] /= problem.bmm2_scale.reshape(())
+
+
+class RaggedCircumstances(Ragged):
+    @wrong(stage="finish")
+    def ragged_lse_of_long_base_e(self, problem, out, lse_log2):
+        """The LSE of requests of more than 2,048 keys is a natural logarithm."""
+        if lse_log2 is not None:
+            for rows in self.rows_of_long(problem):
+                lse_log2[rows] *= math.log(2.0)
+
+    @wrong(stage="finish")
+    def ragged_second_long_request_zero(self, problem, out, lse_log2):
+        """A plan has room for one request of more than 2,048 keys: the output of a further one is zero."""
+        for rows in self.rows_of_long(problem)[1:]:
+            out[rows] = 0
+
+    @staticmethod
+    def rows_of_long(problem):
+        offsets = problem.row_offsets()
+        return [slice(*offsets[r : r + 2]) for r, kv_len in enumerate(problem.kv_lens()) if kv_len > 2 * SPLIT]
+
+    ragged_sinks_of_one_request_ignored = wrong(instead={"sinks": lambda p: None if p.batch_size == 1 else p.sinks})(
+        "One request alone has no sinks."
+    )
+
+    @wrong(stage="changed")
+    def ragged_bound_is_the_length_of_one_request(self, problem):
+        """One request alone sees no window where the bound of its keys exceeds 65,536."""
+        is_loose = problem.batch_size == 1 and problem.max_kv_len > LOOSE
+        return replace(problem, window_left=-1) if is_loose else problem

@@ -14,10 +14,8 @@ from studies.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing
 
 PAGE = "experiments.md"
 FLASHINFER = "lab.kernels.trtllm"
-MOST_NAMED, MOST_IN_A_CELL = (
-    12,
-    4,
-)  # points that a table of points and a cell name; the table of groups counts all points
+# Points that a table of points and a cell name; the table of groups counts all points.
+MOST_NAMED, MOST_IN_A_CELL = 12, 4
 SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or is undecided, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
@@ -89,12 +87,8 @@ def _summary(entry: Entry) -> list[str]:
 
 def _exceptions(observations: Sequence[Observation]) -> str:
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
-    return _listed(where, MOST_IN_A_CELL)
-
-
-def _listed(texts: Sequence[str], most: int) -> str:
-    left = len(texts) - most
-    return "; ".join([*texts[:most], *([f"and {left} more"] if left > 0 else [])])
+    left = len(where) - MOST_IN_A_CELL
+    return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
 
 
 def _section(entry: Entry, folder: Path) -> list[str]:
@@ -109,7 +103,7 @@ def _section(entry: Entry, folder: Path) -> list[str]:
         left = "" if entry.answer is None else " The numbers below were recorded before the failure."
         blocks += [f"**Failed**: {entry.failure}.{left}"]
     if entry.answer is None:
-        return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]
+        return [*blocks, f"**{NOT_RECORDED.capitalize()}.**"]
     blocks += [f"**Measured.** {entry.answer.setting}"]
     blocks += [markdown_of(table_of_lines(RECORDINGS, [_recording(found, folder) for found in entry.files]))]
     for aspect in entry.answer.aspects:
@@ -188,14 +182,6 @@ def claims_table(entries: Sequence[Entry]) -> Table:
 
 def _range(least: str, most: str) -> str:
     return least if least == most else f"{least} to {most}"
-
-
-def _sentence(clause: str) -> str:
-    return f"{_upper(clause)}."
-
-
-def _upper(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def _lower(words: str) -> str:

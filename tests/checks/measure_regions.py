@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from corpus.kernels import MUTANTS, kernel
-from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
+from corpus.matrix import COMBINATIONS, MOST_MEMORY_BYTES, NO_MEMORY, cases_of, ranges_of
 from lab.checks.explain.diagnosis import Region, diagnose
-from lab.checks.properties import checks
+from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check, Level
 from lab.checks.run.judging import run_case
-from lab.checks.run.verdicts import CaseVerdict, Outcome
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.workloads.interfaces import interface_of
@@ -71,8 +71,8 @@ def record_of(name: str) -> dict[str, Any]:
     """Judge a mutant and return its name, defect, trigger, diagnosis, and which of the regions name the trigger."""
     judged = kernel(name)
     verdicts = list(_judged(name, checks(), Level.SMOKE))
-    if not any(verdict.judged.outcome in WRONG for verdict in verdicts):
-        verdicts += _judged(name, [combinations()], Level.FULL)
+    if not any(verdict.judged.outcome in BROKEN for verdict in verdicts):
+        verdicts += _judged(name, [checks_by_key()[COMBINATIONS]], Level.FULL)
     diagnosis = diagnose(verdicts)
     return {
         "mutant": name,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from corpus.dishonest import DECODE, forged, judging, judging_again, kernels, timing, timing_again
-from corpus.dishonest.cases import RANGES
 from corpus.dishonest.honest import CONTROLS
 from lab.checks import Outcome, judge
 from lab.exit_status import ExitStatus
@@ -25,7 +24,7 @@ LATE = ("PatchesFromAThread", "TicksByGarbage", "WritesAtATimer")
 
 def judged(kernel: str, checks: tuple[str, ...], **settings: Any) -> Any:
     """Judge a kernel's decode call in workers, on small cases."""
-    settings |= {"functions": [DECODE], "ranges": RANGES, "drawn": 0, "discover": False}
+    settings |= {"functions": [DECODE], "ranges": judging.RANGES, "drawn": 0, "discover": False}
     return judge(kernel, only=checks, isolated=True, device="cpu", **settings)
 
 

@@ -8,8 +8,7 @@ import pytest
 from corpus.models.attention import Attention
 from corpus.models.lists import Lists
 from corpus.models.metadata import MHABuilder, MLABuilder
-from corpus.models.ragged import Ragged
-from corpus.models.selected import SelectedSplitKV
+from corpus.models.ragged import Ragged, SelectedSplitKV
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import MLA
 from lab.checks import judge

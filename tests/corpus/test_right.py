@@ -62,9 +62,7 @@ def declined(report: Report) -> list[CaseVerdict]:
 
 def test_a_right_kernel_is_right(name: str, request: pytest.FixtureRequest) -> None:
     """K11 takes every argument, and as long as all other checks: of the sample, one kernel's."""
-    ranges = replace(
-        RANGES, top_ks=(0,)
-    )  # these models refuse rows that select entries: corpus.models.selected has them
+    ranges = replace(RANGES, top_ks=(0,))  # these models refuse rows that select entries: corpus.models.ragged has them
     takes_every_argument = name == sample()[0] or request.config.getoption("--whole-corpus")
     checks = (*CHECKS, "K11") if takes_every_argument else CHECKS
     report = judge(KERNELS[name], ranges=ranges, only=checks, device="cpu", drawn=0)

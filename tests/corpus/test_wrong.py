@@ -56,15 +56,20 @@ def test_a_marked_method_takes_the_place_of_its_stage(made: dict[str, Any]) -> N
             """One is added at the end."""
             return self.doubled(number) + 1
 
+        @wrong(changes="doubled")
+        def two_more(self, right: int, number: int) -> int:
+            """Two are added to what the stage gives."""
+            return right + 2 * (number == 5)
+
         less = wrong(stage="doubled", doubled=lambda right, number: right - number, source="FlashInfer #4161")(
             "It is 5."
         )
 
-    assert [result(made, name) for name in made] == [11, 15, 15, 11, 5]
+    assert [result(made, name) for name in made] == [11, 15, 15, 11, 12, 5]
     assert (made["less"].defect, made["less"].source) == ("It is 5.", "FlashInfer #4161")
     assert made["one_more"].defect == "One is added."
     assert made["one_more"].trigger == "every call"
-    assert [*made] == ["one_more", "larger", "same", "whole", "less"]
+    assert [*made] == ["one_more", "larger", "same", "whole", "two_more", "less"]
     assert Group().doubled(5) == 10
 
 

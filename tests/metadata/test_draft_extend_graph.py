@@ -18,8 +18,7 @@ from lab.metadata.speculation.draft_extend_graph import (
     selected_rows,
     supports_draft_extend_graph,
 )
-from studies.stand_in_model import StandInModel, StandInPass, draw_pass
-from studies.stand_in_truth import truth_of_pass
+from studies.stand_in_model import StandInModel, StandInPass, draw_pass, truth_of_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import BUFFER_PLACES, PLACES, implementation, new_model
 

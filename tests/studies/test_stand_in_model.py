@@ -16,8 +16,8 @@ from studies.stand_in_model import (
     StandInPass,
     StandInSizes,
     draw_pass,
+    truth_of_pass,
 )
-from studies.stand_in_truth import truth_of_pass
 from tests.metadata.draft_extend_cases import MAX_CONTEXT_LEN, PLACES, implementation, new_model
 
 V2 = ForwardMode.DRAFT_EXTEND_V2

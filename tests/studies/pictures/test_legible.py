@@ -12,11 +12,11 @@ from lab.metadata.speculation.draft_steps import DraftPlan
 from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from studies.pictures.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
 from studies.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
+from studies.pictures.forward_modes import pages_figure
 from studies.pictures.judging import matrix_figure
 from studies.pictures.length_copy import recorded_excerpt, timeline_figure, variants_figure, verify_mask_figure
 from studies.pictures.plan_stream import two_lane_figure
 from studies.pictures.real_client import calls_figure
-from studies.pictures.recorded_calls import pages_figure
 from studies.pictures.rooflines import clocks_figure
 from studies.pictures.static_buffers import buffers_figure
 from tests.devices import IN_INTERPRETER

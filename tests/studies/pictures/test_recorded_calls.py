@@ -3,7 +3,7 @@
 import torch
 from matplotlib.colors import to_rgba
 
-from studies.pictures.recorded_calls import LOOKS, pages_figure
+from studies.pictures.forward_modes import PAGE_KINDS, pages_figure
 from tests.reports.pictures.figures import assert_legible, rectangles, words
 
 TABLES = torch.tensor([[4, 1, 9], [4, 2, 5], [7, 8, 7], [1, 0, 0]])
@@ -13,7 +13,7 @@ LENGTHS = torch.tensor([20, 40, 0, 5])  # of pages of 16; the last page of the f
 def test_each_cell_has_its_page_and_its_kind() -> None:
     figure = pages_figure(TABLES, LENGTHS, 16, "the pages")
     assert_legible(figure)
-    colours = {to_rgba(look.face): kind for kind, look in LOOKS.items()}
+    colours = {to_rgba(look.face): kind for kind, look in PAGE_KINDS.items()}
     boxes = sorted(rectangles(figure), key=lambda box: (box.get_y(), box.get_x()))
     kinds = [colours[to_rgba(each.get_facecolor())] for each in boxes]
     assert kinds == [
