@@ -192,7 +192,7 @@ class Model:
         return replace(problem, **values)
 
     @staticmethod
-    def where(*_: Any) -> bool:
+    def where(*_: Any, **__: Any) -> bool:
         """Return True if the defect applies. The arguments are those of `changed`, or of the stage that `changes=` names."""
         return True
 

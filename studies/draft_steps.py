@@ -11,14 +11,14 @@ fewer points: they depend on the steps, hardly on the lengths.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 
 from lab.commands.options import L2, Trace
-from lab.metadata.engine.capture import capturing
+from lab.metadata.engine.capture import capture
 from lab.reports.tables import Table
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
@@ -80,22 +80,10 @@ def measure_host(point: Point) -> list[StudyRow]:
     """Measure the host times of each variant's launches and of a replay of its CUDA graph, interleaved."""
     works = works_of(point.variants)
     calls = {name: work.call() for name, work in works.items()}
-    replays = {f"{name} in a graph": _replay_of(works[name]) for name in works if not name.endswith("/eager")}
+    in_graphs = {f"{name} in a graph": work.call() for name, work in works.items() if not name.endswith("/eager")}
+    replays = {name: capture(call, torch.device("cuda"))[0] for name, call in in_graphs.items()}
     times = host_time(calls | replays)
     return [{"call": name, "point": point.name, **time.facts()} for name, time in times.items()]
-
-
-def _replay_of(work: GpuWork) -> Callable[[], object]:
-    call = work.call()
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph):
-        call()
-
-    def replay(kept: Callable[[], object] = call) -> None:  # a graph does not keep what its call owns
-        graph.replay()
-
-    return replay
 
 
 def median_of(rows: Sequence[dict[str, Any]], variant: str, point: str) -> float:

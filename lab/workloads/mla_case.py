@@ -14,7 +14,7 @@ from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.dsa import DSABackend, Indexer
 from lab.metadata.mla.dsv4 import RATIOS, TOKENS_ALONE, WITHOUT_INDEXER, DSV4Backend
 from lab.workloads.attention_case import Contents
-from lab.workloads.pass_case import PassCase
+from lab.workloads.forward_case import PassCase
 
 
 class LatentLayer:

@@ -47,10 +47,9 @@ from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
-from lab.workloads.forward_case import ForwardCase
+from lab.workloads.forward_case import ATTENDING_MODES, ForwardCase
 from lab.workloads.geometries import INDEXED_RATIO, LATENT_HEADS, V4_INDEX_TOPK, geometry
 from lab.workloads.mla_case import MLACase
-from lab.workloads.pass_case import ATTENDING_MODES
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 # The default level of the benchmarks.

@@ -18,9 +18,9 @@ from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.kernels import portable
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.workloads.forward_case import ATTENDING_MODES, PASS_CONTENTS
 from lab.workloads.geometries import GEOMETRIES
 from lab.workloads.inputs.forward_pass import build_forward
-from lab.workloads.pass_case import ATTENDING_MODES, PASS_CONTENTS
 from tests.checks.small import decoding
 
 CPU = torch.device("cpu")

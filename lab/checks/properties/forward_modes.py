@@ -27,12 +27,11 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.vllm import Engine
 from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
-from lab.workloads.forward_case import ForwardCase
+from lab.workloads.forward_case import PASS_CONTENTS, ForwardCase
 from lab.workloads.geometries import geometry
 from lab.workloads.inputs.contents import fill, unwritten
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.guards import guarded, wrong_guards
-from lab.workloads.pass_case import PASS_CONTENTS
 
 # For each model, the number of tensor-parallel GPUs that gives the fewest heads per GPU without replicated K/V heads.
 TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}

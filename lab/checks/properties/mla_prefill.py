@@ -23,9 +23,9 @@ from lab.metadata.mla.backend import MLALayer, merge_by_lse
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, prepare_prefix_chunk
 from lab.workloads.attention_case import Contents
+from lab.workloads.forward_case import PASS_CONTENTS
 from lab.workloads.inputs.contents import new_workspace, unwritten
 from lab.workloads.inputs.ragged import TILE, Parts, RaggedCase, RaggedInputs, build_ragged, padded
-from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.requests import admit, new_pool
 
 PAGE_SIZE = 64  # page size of the backend's pool, which the judged call does not read

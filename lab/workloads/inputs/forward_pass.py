@@ -23,7 +23,7 @@ from lab.metadata.mla.dsv4 import DSV4Cache
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules, rounded
 from lab.workloads.attention_case import Contents
-from lab.workloads.forward_case import ForwardCase
+from lab.workloads.forward_case import ForwardCase, PassCase
 from lab.workloads.inputs.contents import (
     E4M3_K_SCALE,
     E4M3_V_SCALE,
@@ -36,7 +36,6 @@ from lab.workloads.inputs.contents import (
 )
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.selection import draw_pages
-from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages
 
 BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]

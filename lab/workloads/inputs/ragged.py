@@ -10,10 +10,10 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
 from lab.workloads.attention_case import Contents, short_repr
+from lab.workloads.forward_case import check_contents, check_dtype
 from lab.workloads.inputs.attention import running_sum
 from lab.workloads.inputs.contents import draw_histories, needle_positions, new_workspace
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.pass_case import check_contents, check_dtype
 from lab.workloads.requests import PassLens
 
 TILE = 64  # keys or rows that kernels process at a time
