@@ -156,15 +156,11 @@ class SpeculativeLoop(VerifyLoop[Planning]):
 
     def check(self, variant: Planning) -> None:
         """Run all iterations. Raise RuntimeError unless the metadata of each verify pass equals newly built metadata."""
-
-        def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
-            return {name: tensor.clone() for name, tensor in planned.tensors().items()}
-
         seq_lens = self.first_seq_lens
         received: list[tuple[Tensor, dict[str, Tensor]]] = []
         for step in range(self.settings.steps_per_run):
             before = seq_lens
-            copies, seq_lens = self._iterate(variant, before, step, copies_of)
+            copies, seq_lens = self._iterate(variant, before, step, PlannedVerify.copies)
             received.append((before, copies))
         for step, (lens, copies) in enumerate(received):
             for name, expected in self._expected(variant, lens, step).items():

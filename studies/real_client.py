@@ -160,15 +160,12 @@ class RealClient(Study):
             row["judged_ms"] = statistics.median(judged) if judged else None
         return {"served": [row], "differing": differing, "calls": listed}
 
-    @contextlib.contextmanager
-    def _recording(self, attention: Attention) -> Iterator[Recorder | None]:
+    def _recording(self, attention: Attention) -> contextlib.AbstractContextManager[Recorder | None]:
         if not attention.shadow or attention.calls is None:
-            yield None
-            return
+            return contextlib.nullcontext()
         folder = self._folder / attention.name.replace(":", ".")
         triggers, module = Triggers(shadow=attention.shadow), attention.calls.implementation
-        with Recorder(folder, triggers=triggers, functions=[module]) as recorder:
-            yield recorder
+        return Recorder(folder, triggers=triggers, functions=[module])
 
     def _differing(self, tokens: Sequence[Sequence[int]]) -> Iterator[StudyRow]:
         for request, (own, found) in enumerate(zip(self._expected, tokens, strict=True)):

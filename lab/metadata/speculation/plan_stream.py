@@ -59,6 +59,9 @@ class PlannedVerify:
         named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
+    def copies(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
 
 # The backend's buffers that the draft fills: [tree, positions]. None: the draft has its own.
 VerifyBuffers = Sequence[Tensor | None]
@@ -238,11 +241,7 @@ def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iter
     """Run the same batch once with each draft. Return, per draft, copies of all tensors that the verify pass received: name ->
     tensor. If the backend is correct, only the tensors that depend on the draft differ.
     """
-
-    def copies(planned: PlannedVerify) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in planned.tensors().items()}
-
-    return [planner.run(batch, draft, copies) for draft in drafts]
+    return [planner.run(batch, draft, PlannedVerify.copies) for draft in drafts]
 
 
 class CapturedVerify(VerifyBackend):
