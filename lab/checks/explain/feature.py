@@ -44,9 +44,7 @@ LOADED_COLUMNS = 4  # int32 columns in the widest load of a GPU's thread, which 
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS = 12
-UNEVEN_BITS = (
-    0.01  # of a least number that is not the first above a power of 2, so that of equal tests such a first one is named
-)
+UNEVEN = 0.01  # bits of a least number that is not the first above a power of 2
 # Each operator on an array of values. A missing value meets no test except "is not".
 OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
     "is": lambda column, value: column,
@@ -105,11 +103,7 @@ class Number:
         for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
             if step in first:
-                yield (
-                    ">=",
-                    step,
-                    0.0 if step == 2 and self.several else cost + UNEVEN_BITS * ((step - 1) & (step - 2) > 0),
-                )
+                yield ">=", step, 0.0 if step == 2 and self.several else cost + UNEVEN * ((step - 1) & (step - 2) > 0)
             if step in last:
                 yield "<=", step, cost + NEGATION_BITS / 2
 
