@@ -22,7 +22,7 @@ class Cost(float, Enum):
     ARGUMENT = 0.0  # an argument is given, or has an unusual form
     VALUE = 0.5  # a size, a length, a dtype, what tensors contain
     DERIVED = 1.0  # computed from several values, or from earlier calls
-    POSITION = 3.0  # the position of the window's first key
+    POSITION = 3.0  # the position of a window's first key, tiles of keys and rows, unused cells
     SETTING = 4.0  # a setting of the judge that the caller of a kernel does not see
 
 
@@ -103,7 +103,7 @@ class Number:
         for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
             if step in first:
-                yield ">=", step, 0.0 if step == 2 and self.several else cost + UNEVEN * ((step - 1) & (step - 2) > 0)
+                yield ">=", step, 0.5 if step == 2 and self.several else cost + UNEVEN * ((step - 1) & (step - 2) > 0)
             if step in last:
                 yield "<=", step, cost + NEGATION_BITS / 2
 

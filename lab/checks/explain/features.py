@@ -60,7 +60,7 @@ FEATURES: dict[str, CaseFeature] = {
     "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
     "new_page": Condition("a request {has|does not have} one token in the last of several pages", Cost.VALUE),
     **{
-        name.replace("#", str(size)): Condition(text.replace("#", str(size)), Cost.DERIVED)
+        name.replace("#", str(size)): Condition(text.replace("#", str(size)), Cost.POSITION)
         for (name, text), sizes in OF_SIZES.items()
         for size in sizes
     },
@@ -76,7 +76,9 @@ FEATURES: dict[str, CaseFeature] = {
     "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
     "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
-    "after_inner_no_rows": Condition("{a|no} request between the first and a request has no query rows", Cost.VALUE),
+    "after_inner_no_rows": Condition(
+        "{a|no} request without query rows is between the first and a later one", Cost.VALUE
+    ),
     "fewer_rows_than_bound": Condition("a request has {fewer|no fewer} query rows than the bound of rows", Cost.VALUE),
     "at_kv_bound": Condition("a request is {|not }as long as the bound of keys", Cost.VALUE),
     "at_table_end": Condition("a request's pages {|do not }fill its row of the page table", Cost.VALUE),
