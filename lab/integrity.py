@@ -6,18 +6,16 @@ Writes of native code into the process's memory are not detected (docs/evidence/
 """
 
 import builtins
-import ctypes
 import functools
 import gc
 import importlib
 import itertools
 import operator
 import os
-import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,22 +91,10 @@ class Bindings:
 
     def __init__(self, held: Sequence[Held], hiding: Sequence[Hiding] = ()) -> None:
         self._held, self._hiding, self._settings = held, hiding, dict(_settings())
-        self._functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
+        functions = [(path, each) for path, _, _, value in held for each in _functions_in(value)]
+        self._functions = [(path, each, each.__code__, each.__defaults__, _inner(each)) for path, each in functions]
         constants = [(path, value) for path, _, _, value in held if path.startswith("lab.") and _is_constant(value)]
         self._constants = [(path, value, _items(value)) for path, value in constants]
-        holders = {id(holder): holder for _, holder, _, _ in held}
-        names: dict[int, list[str]] = {each: [] for each in holders}
-        for _, holder, name, _ in held:
-            names[id(holder)].append(name)
-        lookups = [operator.itemgetter(*each, each[0]) for each in names.values()]  # of one name it returns no tuple
-        functions = [*{id(each): each for _, each, _ in self._functions}.values()]
-        keywords = [each.__kwdefaults__ for each in functions if each.__kwdefaults__]
-        end = [object()]  # after each view, so that an item cannot move from one constant to the next unseen
-        views = [part for each in (*keywords, *(value for _, value in constants)) for part in (*_views(each), end)]
-        cells = [cell for each in functions for cell in each.__closure__ or () if callable(_contents(cell))]
-        self._kept = [*map(_contents, cells)]  # so that no other object gets their addresses
-        self._read = lookups, [*holders.values()], views, functions, cells  # the arguments of `_addresses`
-        self._recorded = _addresses(*self._read)
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
@@ -118,19 +104,23 @@ class Bindings:
         return self._sizes == self._sizes_now() and not self.changes()
 
     def _sizes_now(self) -> tuple[int, ...]:
-        _, holders, *_ = self._read
-        return len([*_watched()]), *(len(each) for each in holders if each is not sys.modules)
+        return len([*_watched()]), *(len(holder) for _, holder, *_ in self._held if holder is not sys.modules)
 
     def changes(self) -> list[str]:
         """Return the paths of recorded objects and the names of settings that have changed. A new name is listed only if it
         hides one of Python's names, such as `len`, in a module of the lab, or hides a name that a class inherits.
         """
         now = dict(_settings())
-        is_same = self._recorded is not None and _addresses(*self._read) == self._recorded
         return [
-            *(path for path, holder, name, value in (() if is_same else self._held) if holder.get(name) is not value),
-            *(path for path, each, parts in (() if is_same else self._functions) if _differs(each, parts)),
-            *(path for path, each, items in (() if is_same else self._constants) if _items(each) != items),
+            *(path for path, holder, name, value in self._held if holder.get(name) is not value),
+            *(
+                path
+                for path, each, code, defaults, inner in self._functions
+                if each.__code__ is not code  # `changes` runs after every judged case: few functions need a call here
+                or each.__defaults__ is not defaults
+                or ((inner or each.__kwdefaults__ or each.__closure__) and _differ(_inner(each), inner))
+            ),
+            *(path for path, each, items in self._constants if _items(each) != items),
             *(
                 f"{owner}.{name}"
                 for owner, names, hidden in self._hiding
@@ -197,48 +187,15 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         yield from (each for each in (*inner, value) if isinstance(each, types.FunctionType))
 
 
-def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return what an assignment can replace in a function: its code, its defaults, and functions in its closure."""
-    keywords = (function.__kwdefaults__ or {}).items()
-    held = map(_contents, function.__closure__ or ())
-    cells = [each for each in held if isinstance(each, types.FunctionType)]
-    return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
+def _inner(function: types.FunctionType) -> list[Any]:
+    """Return the defaults of keyword arguments and the functions in a function's closure."""
+    cells = map(_contents, function.__closure__ or ())
+    keywords = (part for pair in (function.__kwdefaults__ or {}).items() for part in pair)
+    return [*keywords, *(each for each in cells if isinstance(each, types.FunctionType))]
 
 
-def _addresses(
-    lookups: Iterable[Callable[[Any], tuple[Any, ...]]],
-    holders: Iterable[Any],
-    views: Iterable[Iterable[Any]],
-    functions: Iterable[types.FunctionType],
-    cells: Iterable[Any],
-    # Bound here, before a kernel can replace Python's own.
-    join: Callable[..., Any] = itertools.chain.from_iterable,
-    of_each: Callable[..., Any] = map,
-    look_up: Callable[..., Any] = operator.itemgetter.__call__,
-    parts: Callable[..., Any] = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__"),
-    contents: Callable[..., Any] = operator.attrgetter("cell_contents"),
-    as_tuple: Callable[..., tuple[Any, ...]] = tuple,
-    address: Callable[[Any], int] = id,
-    length: Callable[[Any], int] = len,
-    read: Callable[[int, int], bytes] = ctypes.string_at,
-    begin: int = tuple.__basicsize__,
-    size: int = struct.calcsize("P"),
-) -> bytes | None:
-    """Return the present addresses of all recorded objects as bytes; None if a recorded name or closure variable was deleted.
-    Equal bytes mean that no object was replaced. The first five arguments say where the objects are (`Bindings`). This runs
-    after every judged case: for speed, no Python function is called per object.
-    """
-    found = (of_each(look_up, lookups, holders), views, of_each(parts, functions), (of_each(contents, cells),))
-    try:
-        objects = as_tuple(join(join(found)))
-    except (KeyError, ValueError):  # of a name, or of a cell
-        return None
-    return read(address(objects) + begin, size * length(objects))  # a tuple ends with the addresses of its items
-
-
-def _differs(function: types.FunctionType, parts: tuple[Any, ...], is_same: Callable[..., bool] = operator.is_) -> bool:
-    now = _parts(function)
-    return len(now) != len(parts) or not all(map(is_same, now, parts))
+def _differ(now: list[Any], before: list[Any], is_same: Callable[..., bool] = operator.is_) -> bool:
+    return len(now) != len(before) or not all(map(is_same, now, before))
 
 
 def _contents(cell: Any) -> Any:
@@ -253,10 +210,6 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
-
-
-def _views(constant: Any) -> list[Iterable[Any]]:
-    return [constant.keys(), constant.values()] if isinstance(constant, dict) else [constant]
 
 
 def _items(constant: Any) -> tuple[Any, ...]:

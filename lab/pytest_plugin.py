@@ -104,8 +104,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def _workers(name: str, config: pytest.Config) -> Any:
     """Return a pool with one worker process for the kernel `name`, so that a kernel that crashes does not end pytest."""
     from lab.checks.run.judge import TIME_LIMIT_S
-    from lab.checks.run.judging import device_of
-    from lab.checks.run.refusals import Refusals
+    from lab.checks.run.judging import Refusals, device_of
     from lab.checks.run.workers import Workers
 
     named = config.option.lab_refusals

@@ -12,13 +12,12 @@ from typer.core import TyperGroup
 import lab
 from lab.commands.bench import bench
 from lab.commands.budget import budget
-from lab.commands.compare import ab, compare, releases
+from lab.commands.compare import ab, compare, html, releases, report
 from lab.commands.dry_run import dry_run
 from lab.commands.invariance import invariance
 from lab.commands.judge import judge, merge
 from lab.commands.lists import checks, implementations
 from lab.commands.recorded import record, recorded
-from lab.commands.report import html, report
 
 
 class _Commands(TyperGroup):

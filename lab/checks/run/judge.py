@@ -19,9 +19,8 @@ from lab.checks.properties.recorded import check_of
 from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
-from lab.checks.run.judging import checks_named, device_of, named_implementation, note_current
+from lab.checks.run.judging import Refusals, checks_named, device_of, named_implementation, note_current
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
-from lab.checks.run.refusals import Refusals
 from lab.checks.run.sources import digest_of_files, earlier_verdicts, offer_of
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
@@ -55,7 +54,7 @@ def judge(
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float | None = None,
     drawn: int | None = None,
-    refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
+    refusals: Sequence[type[BaseException]] | str | None = None,
     known_failures: Findings = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
@@ -107,7 +106,8 @@ def judge(
     where, chosen, wanted = device_of(device), checks_named(only), functions_named(functions)
     _check_settings(isolated, implementation, time_limit_s, workers, drawn, most_seconds)
     name, subject = (implementation, implementation) if isolated else named_implementation(implementation)
-    path, refused = None if out is None else replaceable(Path(out)), _refusals(refusals, name)
+    path = None if out is None else replaceable(Path(out))
+    refused = None if refusals is None else Refusals.of(refusals, name)
     given = (ranges or Ranges()) if seed is None else replace(ranges or Ranges(), seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     finds = partial(known, findings=known_failures, capability=capability_of(where))
@@ -149,7 +149,7 @@ def judge_recorded(
     device: torch.device | str | None = None,
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
-    refusals: Sequence[type[BaseException]] | Refusals | str | None = None,
+    refusals: Sequence[type[BaseException]] | str | None = None,
 ) -> CaseVerdict:
     """Judge one case of a report again. Known failures are not looked up: a case that is KNOWN in the report is WRONG here.
 
@@ -169,18 +169,12 @@ def judge_recorded(
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(isolated, name, time_limit_s)
-    refused = _recorded_refusals(Path(path), name) if refusals is None else _refusals(refusals, name)
+    refused = _recorded_refusals(Path(path), name) if refusals is None else Refusals.of(refusals, name)
     note_current()
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
         judged = pool.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
-
-
-def _refusals(given: Sequence[type[BaseException]] | Refusals | str | None, kernel: str) -> Refusals | None:
-    if isinstance(given, str):
-        return Refusals.of(given, kernel)
-    return given if given is None or isinstance(given, Refusals) else Refusals.of_classes(given)
 
 
 def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:

@@ -1,10 +1,12 @@
 """Judge one case in this process, and find out whether the kernel changed functions or settings of the judge."""
 
+import builtins
 import functools
 import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +15,11 @@ from lab.checks.case_run import USUAL_RANGES, CaseRun
 from lab.checks.parameters.attention import DISCOVERY
 from lab.checks.properties import checks, checks_by_key
 from lab.checks.properties.check import Check
-from lab.checks.run.refusals import Refusals
 from lab.checks.run.support_protocol import KernelError, Refused, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
-from lab.loading import load
+from lab.loading import LoadError, is_same_module, load, name_of
 from lab.names import of_name
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
@@ -29,6 +30,60 @@ ROUNDED = ("output", "LSE", "merged")  # kinds of results that are compared with
 OF_DTYPES = ("dtype", "kv_dtype", "out_dtype")  # features of a call
 # Most error by truncation to bf16, over its bound: one truncation gives 4, and 10 in the bias test
 MOST_BY_TRUNCATION = 16.0
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The names of the exceptions by which a kernel refuses a call. Call `resolve`, which imports the exceptions, only in a
+    process that loads the kernel, because an exception may be defined in the kernel's module.
+    """
+
+    names: tuple[str, ...]  #: of the form "module:attribute" or "file.py:attribute"
+    given: tuple[str, ...]  #: the names as the user wrote them
+    classes: tuple[type[BaseException], ...] = ()  #: the exceptions if they are imported
+
+    @classmethod
+    def of(cls, chosen: str | Sequence[type[BaseException]], kernel: str = "") -> "Refusals":
+        """Return the exceptions in `chosen`: classes, or a comma-separated list such as "ValueError,my/kernel.py:Unsupported".
+
+        A name in the list is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or of a file
+        ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported"). The module of the kernel with the name
+        `kernel` is loaded once, even if the list names it in another form.
+        """
+        if not isinstance(chosen, str):
+            names = tuple(map(name_of, chosen))
+            return cls(names, names, tuple(chosen))
+        own, found = kernel.partition(":")[0], dict[str, str]()
+        for name in filter(None, map(str.strip, chosen.split(","))):
+            where, _, attribute = name.rpartition(":" if ":" in name else ".")
+            if not where:
+                where = "builtins" if hasattr(builtins, attribute) or not own else own
+            elif is_same_module(where, own):
+                where = own
+            found[f"{where}:{attribute}"] = name
+        return cls(tuple(found), tuple(found.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the classes: one may be in a file outside any package. A worker imports it again.
+        return Refusals, (self.names, self.given)
+
+    def resolve(self) -> tuple[type[BaseException], ...]:
+        """Import the exceptions and return their classes. Raises ValueError if a name is no exception."""
+        return self.classes or tuple(map(_exception, self.names, self.given))
+
+
+def _exception(name: str, given: str) -> type[BaseException]:
+    why, found = "", None
+    try:
+        found = load(name)
+    except LoadError as error:
+        why = f" ({error})"
+    if isinstance(found, type) and issubclass(found, BaseException):
+        return found
+    raise ValueError(
+        f"{given!r} is no exception: name one of Python's, such as NotImplementedError, one of the kernel's module, such as "
+        f"Unsupported, or one with its module or file, such as my.errors.Refused or my/errors.py:Refused{why}"
+    )
 
 
 class Task(NamedTuple):

@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from lab.checks.run import transport
-from lab.checks.run.judging import Task, judge_task, noted
-from lab.checks.run.refusals import Refusals
+from lab.checks.run.judging import Refusals, Task, judge_task, noted
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken

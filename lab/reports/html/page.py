@@ -4,26 +4,32 @@ The page contains the JavaScript library DataTables, which the package itables s
 offline. Without JavaScript the tables are plain and show all rows.
 """
 
+import io
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from lab.files import DAMAGED
 from lab.reports.html import judged
-from lab.reports.html.experiments import experiment_part, picture_of
-from lab.reports.html.findings import markdown_html
+from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import LEAST_FLOOR_US, run_of
 from lab.reports.recorded_file import FileKind, RecordedFile, RecordedFileError, environment_facts
-from lab.reports.tables import Table, table_of_records
+from lab.reports.tables import Table, flattened, table_of_records
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
 OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
+# A fixed salt for ids makes the figure's bytes the same on any machine. Text drawn as paths does not depend on fonts.
+SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
@@ -101,6 +107,59 @@ def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
     )
 
 
+def picture_of(figure: Figure, description: str) -> dict[str, str]:
+    """Return {"uri": the figure as an SVG data URI, "description": the description for screen readers}."""
+    drawn = io.BytesIO()
+    with rc_context(SVG_SETTINGS):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    return {"uri": f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", "description": description}
+
+
+def experiment_part(file: RecordedFile) -> dict[str, Any]:
+    """Return the values with which the page's template shows one recorded experiment."""
+    shown = {key: value for key, value in file.content.items() if key != "environment"}
+    lists = {key: value for key, value in shown.items() if isinstance(value, list)}
+    rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
+    facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
+    question, drawings = _question_and_drawings(file.experiment)
+    drawn = list(_pictures(file, drawings))
+    return {
+        "name": file.name,
+        "question": question,
+        "facts": {
+            key: ", ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in facts.items()
+        },
+        "tables": [
+            table_of_records(f"{file.name.replace('/', '-')}-{key}", f"{file.name}: {key}", value)
+            for key, value in rows.items()
+        ],
+        "empty": [key for key, value in lists.items() if not value],
+        "pictures": [each for each in drawn if not isinstance(each, str)],
+        "undrawn": [each for each in drawn if isinstance(each, str)],
+    }
+
+
+def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
+    for found in entry_points(group="lab.page"):
+        with suppress(ModuleNotFoundError):
+            return found.load()(experiment)
+    return "", ()
+
+
+def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[dict[str, str] | str]:
+    """Yield for each drawing the picture, or a sentence that says why it cannot be drawn."""
+    measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
+    for drawing in drawings:
+        title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
+        if file.content.get(drawing.key) == []:
+            yield f"{drawing.words}: {drawing.key} has no row"
+            continue
+        try:
+            yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
+        except (KeyError, ValueError) as error:
+            yield f"{drawing.words}: {'the file has no ' if isinstance(error, KeyError) else ''}{error}"
+
+
 def _outline(content: Any) -> str:
     if isinstance(content, Mapping):
         return ", ".join(content)
@@ -108,7 +167,7 @@ def _outline(content: Any) -> str:
 
 
 def _markdown(path: Path) -> Markup:
-    return Markup(markdown_html(path.read_text(encoding="utf-8")))
+    return Markup(judged.markdown_html(path.read_text(encoding="utf-8")))
 
 
 def _title(files: Sequence[RecordedFile]) -> str:

@@ -21,8 +21,7 @@ from lab.checks import AttentionCase, Outcome, judge
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
-from lab.checks.run.judging import run_case
-from lab.checks.run.refusals import Refusals
+from lab.checks.run.judging import Refusals, run_case
 from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke, raised
 from lab.checks.run.verdicts import Judged
 from lab.loading import load
@@ -260,7 +259,7 @@ def test_an_exception_of_the_kernel_s_module_is_found_in_the_module_that_is_judg
     (named,) = found.resolve()
     module = sys.modules[implementation.trtllm_batch_decode_with_kv_cache.__module__]
     assert named is getattr(module, named.__name__)
-    assert pickle.loads(pickle.dumps(Refusals.of_classes([named]))).resolve() == (named,)
+    assert pickle.loads(pickle.dumps(Refusals.of([named]))).resolve() == (named,)
     assert pickle.loads(pickle.dumps(found)) == found
     assert Refusals.of(",".join(found.names), kernel).resolve() == (named,)
 
@@ -272,12 +271,12 @@ def test_a_process_that_names_refusals_does_not_import_the_kernel(tmp_path: Path
     ranges = Ranges(page_sizes=(16,), head_dims=(64,), groups=(2,), q_lens=(1,))
     how: dict[str, Any] = {"only": ["K1"], "functions": [AttentionCall.DECODE.value], "ranges": ranges, "device": "cpu"}
     how |= {"drawn": 0, "isolated": True, "discover": False, "workers": 1, "level": "quick"}
-    report = judge(str(kernel), refusals=Refusals.of("Mine", str(kernel)), **how)
+    report = judge(str(kernel), refusals="Mine", **how)
     assert report.refusals == (f"{kernel}:Mine",)
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.DECLINED}
     assert str(os.getpid()) not in Path(f"{kernel}.seen").read_text().split()
     with pytest.raises(ValueError, match="'Mein' is no exception"):
-        judge(str(kernel), refusals=Refusals.of("Mein", str(kernel)), **how)
+        judge(str(kernel), refusals="Mein", **how)
 
 
 @pytest.mark.parametrize(
