@@ -8,6 +8,7 @@ for each lookup.
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -152,10 +153,8 @@ def limit_of(error: BaseException) -> str:
     while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause
         cause = cause.__cause__
         seen.add(cause)
-    trace = cause.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
     is_own = module == INTERPRETER and not isinstance(cause, ValueError)  # it raises ValueError for a kernel's mistake
     is_alias = module.startswith("triton.") and ("@triton.jit" in str(cause) or "InterpreterBuilder" in str(cause))
     if INTERPRETER not in sys.modules or not (is_own or is_alias):

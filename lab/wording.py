@@ -36,3 +36,8 @@ def printable(text: str) -> str:
 def in_markdown(text: str) -> str:
     """Convert a text to one line of Markdown: escape control characters (`printable`) and "<"."""
     return printable(text).replace("\n", " ").replace("<", "&lt;")
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a Markdown heading, such as "1-not-finite" for "1. Not finite"."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

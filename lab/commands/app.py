@@ -10,14 +10,13 @@ import typer
 from typer.core import TyperGroup
 
 import lab
-from lab.commands.bench import bench
 from lab.commands.budget import budget
-from lab.commands.compare import ab, compare, html, releases, report
 from lab.commands.dry_run import dry_run
 from lab.commands.invariance import invariance
 from lab.commands.judge import judge, merge
 from lab.commands.lists import checks, implementations
 from lab.commands.recorded import record, recorded
+from lab.commands.timing import ab, bench, compare, html, releases, report
 
 
 class _Commands(TyperGroup):

@@ -1,7 +1,6 @@
 """Time two kernels, or one kernel with two settings, in one process on this GPU. Their samples are interleaved."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,6 @@ from lab.timing.roofline import measure_ceilings
 from lab.timing.statistics import INTERLEAVED, Rule, Speed, compare_samples
 
 
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: a scenario or recorded call, the module of the kernel that ran it, and its GPU times."""
-
-    scenario: str  #: name of the scenario, or address of the recorded call
-    module: str  #: name of the kernel's module
-    time: GpuTime
-    facts: Mapping[str, Any]  #: result of `lab.timing.forward.time_facts`, such as the median and the floor
-
-
 def measure_sides(
     names: Sequence[tuple[str, str]],
     cases: Sequence[TimedCase],
@@ -34,9 +23,10 @@ def measure_sides(
     method: Method,
     num_samples: int,
     seed: int | None = None,
-) -> list[Side]:
+) -> list[tuple[GpuTime, dict[str, Any]]]:
     """Time two forward passes or recorded calls on this GPU, and compare their outputs with the reference before and after the
-    timing.
+    timing. Return for each of the two its GPU time, and its facts by name: "scenario", "implementation" (the kernel's module),
+    and those of `lab.timing.forward.time_facts`, such as the median and the floor.
 
     Args:
         names: for each of the two, the scenario's name or the recorded call's address, and the name of the kernel's module.
@@ -59,15 +49,15 @@ def measure_sides(
     times = measure_interleaved(works, method, num_samples, seed)
     sides = []
     for (scenario, module), case, time in zip(names, cases, times.values(), strict=True):
-        facts = case_facts(passes[case].forward.case)
+        facts = {"scenario": scenario, "implementation": module, **case_facts(passes[case].forward.case)}
         facts |= time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts["kv_dtype"])
-        sides.append(Side(scenario, module, time, facts))
+        sides.append((time, facts))
     return sides
 
 
-def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
+def ab_report(sides: Sequence[tuple[GpuTime, Mapping[str, Any]]], rule: Rule = INTERLEAVED) -> TableReport:
     """Return a table with one row for each of the two sides, and a line that says whether the second is faster or slower."""
-    first, second = (side.time for side in sides)
+    (first, second), facts = zip(*sides, strict=True)
     found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"
     interval = "({:+.2f} to {:+.2f} %)".format(*found.interval_percent) if found.interval_percent else ""
@@ -75,11 +65,11 @@ def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
     reason = f"; {found.reason}" if found.reason else ""
     return TableReport(
         above=(),
-        table=make_table(COLUMNS, sides, say_once=()),
+        table=make_table(COLUMNS, facts, say_once=()),
         below=(f"GPU time: {method}", f"The second is {found.speed.name}: {effect}, p = {found.p_value:.1g}{reason}"),
         record={
             **comparison_record(found),
-            "sides": [{"scenario": side.scenario, "implementation": side.module, **side.facts} for side in sides],
+            "sides": facts,
             "method": method,
         },
         exit_status=ExitStatus.WRONG if found.speed is Speed.SLOWER else ExitStatus.DONE,
@@ -87,11 +77,11 @@ def ab_report(sides: Sequence[Side], rule: Rule = INTERLEAVED) -> TableReport:
 
 
 COLUMNS: Columns = {
-    "scenario": lambda side: words(side.scenario),
-    "implementation": lambda side: words(side.module),
-    "median, µs": lambda side: number(side.facts["median_us"], 2),
-    "IQR, µs": lambda side: number(side.facts["iqr_us"], 2),
-    "floor, µs": lambda side: number(side.facts["floor_us"], 2),
-    "floor / median, %": lambda side: number(side.facts["floor_percent"]),
-    "launches": lambda side: number(side.facts["launches"]),
+    "scenario": lambda facts: words(facts["scenario"]),
+    "implementation": lambda facts: words(facts["implementation"]),
+    "median, µs": lambda facts: number(facts["median_us"], 2),
+    "IQR, µs": lambda facts: number(facts["iqr_us"], 2),
+    "floor, µs": lambda facts: number(facts["floor_us"], 2),
+    "floor / median, %": lambda facts: number(facts["floor_percent"]),
+    "launches": lambda facts: number(facts["launches"]),
 }

@@ -50,7 +50,8 @@ def summary(report: Report) -> Iterator[str]:
     yield from filter(None, (found.answer, found.broken, found.reach and f"  {found.reach}"))
     for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
-        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else (_command(region.smallest),)
+        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else ()
+        yield f"    reproduce with: {reproduction(region.smallest.verdict)}"
     yield from (f"  {hint}" for hint in _hints(report))
     caches = {features_of_case(verdict.case).features.get("kv_dtype") for verdict in report.wrong}
     is_of_e4m3 = caches == {"e4m3"} or any(OVER_E4M3 in region.rule for region in found.regions)
@@ -191,11 +192,6 @@ def _example(smallest: CaseResult) -> Iterator[str]:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
         sentence = next(named, verdict.reason)
         yield f"    {sentence if isinstance(verdict.case, RecordedCase) else shortened(sentence, SHOWN_CHARACTERS)}"
-    yield _command(smallest)
-
-
-def _command(smallest: CaseResult) -> str:
-    return f"    reproduce with: {reproduction(smallest.verdict)}"
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:

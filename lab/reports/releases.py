@@ -29,9 +29,9 @@ from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings, read_report
-from lab.reports.html.judged import slug
 from lab.reports.recorded_file import NotComparableError, RecordedFile
 from lab.reports.tables import Cell, TableReport, grouped, make_table, words
+from lab.wording import slug
 
 CaseKey = tuple[str, ...]  # ranges of parameters, check, function and case
 Verdicts = Mapping[CaseKey, CaseVerdict]

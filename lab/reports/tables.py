@@ -159,10 +159,8 @@ def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        named = f"{prefix}{key}"
+        flat |= flattened(value, f"{named}.") if isinstance(value, Mapping) else {named: value}
     return flat
 
 
@@ -280,15 +278,12 @@ class TableReport:
     def markdown(self) -> str:
         *remarks, summary = self.below
         title = self.title and f"# {in_markdown(self.title)}"
-        findings = table_of_lines(("what was found", "how to reproduce it"), [*map(_stripped, self.findings)])
+        lines = [[text.strip() for text in each] for each in self.findings]
+        findings = table_of_lines(("what was found", "how to reproduce it"), lines)
         tables = [markdown_of(table) for table in (self.table, findings) if table.rows]
         return (
             "\n\n".join(filter(None, (title, in_markdown(summary), *tables, items(remarks), items(self.above)))) + "\n"
         )
-
-
-def _stripped(texts: Iterable[str]) -> list[str]:
-    return [text.strip() for text in texts]
 
 
 def items(lines: Iterable[str]) -> str:

@@ -93,15 +93,11 @@ def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Rang
     where = torch.device(device)
     run = CaseRun(None, case, where)
     try:
-        if isinstance(case, ForwardCase):
-            truth = build_forward(case, where).truth()
-        elif isinstance(case, Configuration):
-            call = built_call(case, ranges, where)
-            if not call.rows:
-                return Judged(Outcome.DECLINED)
-            truth = call.truth()
-        else:
-            truth = build_attention(case, where).truth()
+        build: Callable[..., Any] = build_forward if isinstance(case, ForwardCase) else build_attention
+        call = built_call(case, ranges, where) if isinstance(case, Configuration) else build(case, where)
+        if isinstance(case, Configuration) and not call.rows:
+            return Judged(Outcome.DECLINED)
+        truth = call.truth()
     except (MemoryError, RuntimeError) as error:
         if not is_of_memory(error):
             raise

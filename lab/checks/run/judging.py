@@ -167,12 +167,7 @@ ONE_CALL = Check(DISCOVERY, "", lambda _: (), _call_once)
 
 
 def run_case(
-    implementation: Any,
-    check: Check,
-    case: Any,
-    device: torch.device,
-    ranges: Ranges,
-    refusals: Refused | None = None,
+    implementation: Any, check: Check, case: Any, device: torch.device, ranges: Ranges, refusals: Refused | None = None
 ) -> Judged:
     """Judge a case in this process. The outcome is WRONG if a result is wrong, FAILED if a call failed or the check raised an
     error after a call, DECLINED if no result was compared or the lab itself failed, else RIGHT.

@@ -231,18 +231,15 @@ FA3 = _on_hopper("flashinfer-python", "0.7.2.post1", "flashinfer_paged:fa3", "fl
 B200 = FailingKernel(("lab.dry_run.b200",), None)
 
 WRONG_VECTORS = "vectors are wrong|are not finite"
+NO_KEY_IS_WRONG = "vectors are wrong.*: rows that see no key must be zero"
+THE_LSE_IS = "LSEs are wrong: row [0-9]+ head [0-9]+ is"
 
 KNOWN_FAILURES: Findings = {
     f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens": (
         KnownFailure(TRTLLM, ("K2", "K11", "K13", "K18"), WRONG_VECTORS, (is_decode, only_fewer_keys_than_rows)),
     ),
     f"{FINDINGS}#14-xqa-gives-the-mean-of-a-tile-of-values-to-a-row-whose-mask-hides-every-key": (
-        KnownFailure(
-            TRTLLM,
-            ("K18",),
-            "vectors are wrong.*: rows that see no key must be zero",
-            (is_decode, only_where_a_mask_hides_every_key),
-        ),
+        KnownFailure(TRTLLM, ("K18",), NO_KEY_IS_WRONG, (is_decode, only_where_a_mask_hides_every_key)),
     ),
     f"{FINDINGS}#4-xqa-gives-no-finite-output-when-every-logit-of-a-row-is-below-about--100000": (
         KnownFailure(TRTLLM, ("K2",), WRONG_VECTORS, (is_decode, has_low_logits)),
@@ -266,7 +263,7 @@ KNOWN_FAILURES: Findings = {
         KnownFailure(
             TRTLLM_BEFORE_0616,
             ("K1", "K2", "K3", "K4", "K5", "K7", "K9", "K10", "K11", "K12", "K13", "K14", "K18", "M1", "S1"),
-            "vectors are wrong|are not finite|the bits of rows",
+            f"{WRONG_VECTORS}|the bits of rows",
             (window_over_several_rows,),
         ),
     ),
@@ -281,39 +278,31 @@ KNOWN_FAILURES: Findings = {
         KnownFailure(B200, ("K2", "K18"), "LSEs are wrong", (has_fewer_keys_than_rows,)),
     ),
     f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit": (
-        KnownFailure(B200, ("K2",), "LSEs are wrong: row [0-9]+ head [0-9]+ is inf,", (has_low_logits, has_sinks)),
+        KnownFailure(B200, ("K2",), f"{THE_LSE_IS} inf,", (has_low_logits, has_sinks)),
     ),
     f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys": (
         KnownFailure(VLLM, ("K2", "K13", "K18"), WRONG_VECTORS, (only_without_keys,)),
     ),
     f"{PEERS}#9-vllms-kernel-divides-0-by-0-in-a-row-that-sees-no-key": (
-        KnownFailure(
-            VLLM,
-            ("K2", "K11", "K18"),
-            "vectors are wrong.*: rows that see no key must be zero|are not finite",
-            (only_fewer_keys_than_rows,),
-        ),
+        KnownFailure(VLLM, ("K2", "K11", "K18"), f"{NO_KEY_IS_WRONG}|are not finite", (only_fewer_keys_than_rows,)),
     ),
     f"{PEERS}#2-flashinfers-fa2-leaves-the-causal-mask-out-where-a-tile-of-rows-begins-before-the-first-key": (
         KnownFailure(FA2, ("K2", "K13", "K18"), "vectors are wrong|LSEs are wrong", (only_rows_before_the_first_tile,)),
     ),
     f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity": (
         KnownFailure(
-            FA3,
-            ("K2", "K18"),
-            "vectors are wrong|are not finite|LSEs are wrong: row [0-9]+ head [0-9]+ is nan,",
-            (sink_of_minus_infinity_and_fewer_keys_than_rows,),
+            FA3, ("K2", "K18"), f"{WRONG_VECTORS}|{THE_LSE_IS} nan,", (sink_of_minus_infinity_and_fewer_keys_than_rows,)
         ),
     ),
     f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys": (
-        KnownFailure(FA3, ("K2", "K18"), "LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,", (has_sinks, has_no_keys)),
+        KnownFailure(FA3, ("K2", "K18"), f"{THE_LSE_IS} -inf,", (has_sinks, has_no_keys)),
     ),
     f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero": (
         KnownFailure(FA3, ("K4",), "^pages of NAN before the window", (has_window,)),
         KnownFailure(FA4, ("K4",), "^pages of NAN before the window", (has_window,)),
     ),
     f"{PEERS}#6-the-lse-of-flashattention-4-is-infinite-where-a-sink-is-far-above-every-logit": (
-        KnownFailure(FA4, ("K2",), "LSEs are wrong: row [0-9]+ head [0-9]+ is inf,", (has_low_logits, has_sinks)),
+        KnownFailure(FA4, ("K2",), f"{THE_LSE_IS} inf,", (has_low_logits, has_sinks)),
     ),
     f"{PEERS}#7-flex_attention-multiplies-hidden-values-by-zero": (
         KnownFailure(FLEX, ("K4",), "^dead cells of NAN|^pages of NAN before the window"),

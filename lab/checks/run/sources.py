@@ -72,12 +72,7 @@ def _digest(name: str) -> str:
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
     own = _sources_in(folder)
     own |= {path for path in loaded if path.endswith(".py") and not path.startswith(installed)}
-    of_lab = {
-        os.path.join(at, each)
-        for at, _, names in os.walk(os.path.dirname(lab.__file__))
-        for each in names
-        if each.endswith(".py")
-    }
+    of_lab = set(map(str, Path(lab.__file__).parent.rglob("*.py")))
     roots = [os.path.realpath(root) for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
     variables_here, named, digests = frozenset(os.environ), set[str](), list[tuple[str, int, str]]()

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lab.checks.run.verdicts import Outcome
 from lab.reports.recorded import MODULE_PREFIX
 from lab.reports.recorded_file import RecordedFile
 from lab.reports.tables import ABSENT, Cell, Columns, Table, grouped, make_table, number, words
-from lab.wording import counted
+from lab.wording import counted, slug
 from lab.workloads.interfaces import INTERFACES
 
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
@@ -31,7 +30,6 @@ SHORT_NAMES = {each.value: each.name.lower() for each in INTERFACES}
 # The keys of a diagnosis's smallest wrong case that the page shows, in this order.
 SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
-SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,9 @@ class Finding:
         """Return the section as HTML; "" if `folder` has no such page, or the page has no such section."""
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
-        headings = list(SECTION_HEADING.finditer(text))
-        for heading, following in zip_longest(headings, headings[1:]):
-            if slug(heading[1]) == self.heading:
-                return markdown_html(text[heading.start() : following.start() if following else None])
-        return ""
-
-
-def slug(heading: str) -> str:
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        _, *sections = re.split(r"^## +", text, flags=re.MULTILINE)
+        chosen = (each for each in sections if slug(each.partition("\n")[0]) == self.heading)
+        return next((markdown_html(f"## {each}") for each in chosen), "")
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:

@@ -21,10 +21,11 @@ pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
 from lab.files import read_json, without_suffix, write_text
-from lab.reports.html.judged import check_name, decline_table, markdown_html, slug
+from lab.reports.html.judged import check_name, decline_table, markdown_html
 from lab.reports.html.page import html_report
 from lab.reports.recorded_file import FileKind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
+from lab.wording import slug
 from lab.workloads.interfaces import interface_of
 from studies import STUDIES
 from studies.shown import drawings_of, question_and_drawings
