@@ -104,7 +104,7 @@ class Option:
 
     help: str
     kind: Kind
-    is_several: bool = True  # the field is a tuple of values
+    is_several: bool  # the field is a tuple of values
     beyond: tuple[Any, ...] = ()  # values that K18 adds to the default; few kernels support them
     likely: tuple[Any, ...] = ()  # the values that most kernels support, the most common first
 
@@ -121,7 +121,8 @@ def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
     returns it if the value needs torch. `words` is the help text, and `more` has further fields of `Option`.
     """
     given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
-    return field(**given, metadata={"option": Option(words, kind, **more)})
+    is_several = callable(default) or isinstance(default, tuple)
+    return field(**given, metadata={"option": Option(words, kind, is_several, **more)})
 
 
 @dataclass(frozen=True)
@@ -196,15 +197,10 @@ class Ranges:
         _name(_geometries, "NAME,..."),
         "models whose passes and graph replays the full level judges",
     )
-    e4m3_arithmetic: bool = _field(  # a kernel that rounds Q and the softmax's weights to e4m3
-        False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3", is_several=False
-    )
-    longest: int = _field(
-        700, POSITIVE, "approximate number of keys of the longest request, in all checks but K18", is_several=False
-    )
-    seed: int = _field(
-        0, _whole(0), "seed of the random cases: another seed draws others; the report names it", is_several=False
-    )
+    # A kernel that rounds Q and the softmax's weights to e4m3.
+    e4m3_arithmetic: bool = _field(False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3")
+    longest: int = _field(700, POSITIVE, "approximate number of keys of the longest request, in all checks but K18")
+    seed: int = _field(0, _whole(0), "seed of the random cases: another seed draws others; the report names it")
 
     def __post_init__(self) -> None:
         from lab.calls.problem import NVFP4_BLOCK

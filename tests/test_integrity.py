@@ -315,6 +315,23 @@ def test_a_part_of_a_function_that_is_new_or_gone_is_a_change(change: Callable[[
     assert noted.changes() == ["lab.added.function"]
 
 
+def test_keyword_defaults_and_cells_of_any_function_are_compared(added: Any) -> None:
+    held: Any = 3
+
+    def with_keyword(*, first: int = 1) -> None: ...
+    def plain(*, first: int) -> None: ...
+    def with_cell() -> Any:
+        return held
+
+    added.with_keyword, added.plain, added.with_cell = with_keyword, plain, with_cell
+    noted = bindings()
+    assert noted.changes() == []
+    with_keyword.__kwdefaults__ = None  # type: ignore[assignment]
+    plain.__kwdefaults__ = {"first": 1}
+    held = with_keyword
+    assert noted.changes() == ["lab.added.with_keyword", "lab.added.plain", "lab.added.with_cell"]
+
+
 def test_an_item_that_moves_from_one_constant_to_the_next_is_a_change(added: Any) -> None:
     added.first, added.second = ["x", "y"], ["z"]
     noted = bindings()
@@ -329,6 +346,9 @@ def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(lab.references.errors, "CONTROL_FACTOR", 1e9)
         assert not noted.is_current()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "added", module)  # which is no module of the lab
+        assert noted.is_current()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "lab.added", module)
         assert not noted.is_current()

@@ -44,15 +44,16 @@ class ReportError(ValueError):
     """A file is no report of the judge, or the report does not have the requested case."""
 
 
-def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
+def read_cases(record: Mapping[str, Any], path: Path | None = None) -> Iterator[CaseVerdict]:
     """Yield the verdicts in the parsed JSON of a report. They have no results of single calls (`judged.results`), because a
-    report does not store them. Raise ReportError if the JSON is no report, or if a case has no number.
+    report does not store them. Raise ReportError, which names the file `path`, if the JSON is no report, or if a case has no
+    number.
     """
-    where = ""
+    where = file = "" if path is None else f"{path}: "
     try:
         ranges = read_expression(record["ranges"])
         for case in record["cases"]:
-            where = f"case {case.get('number')!r}: "
+            where = f"{file}case {case.get('number')!r}: "
             sentences: dict[str, Any] = {name: tuple(case.get(name, ())) for name in SENTENCES}
             yield CaseVerdict(
                 implementation=str(record["implementation"]),
@@ -119,11 +120,9 @@ def read_case(path: Path, number: int) -> CaseVerdict:
         numbers = [case["number"] for case in record["cases"] if isinstance(case.get("number"), int)]
         there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise ReportError(f"{path} has no case {number}: {there}")
+    verdict, *_ = read_cases(record | {"cases": chosen}, path)
     try:
-        verdict, *_ = read_cases(record | {"cases": chosen})
         features_of_case(verdict.case)
-    except ReportError as error:
-        raise ReportError(f"{path}: {error}") from error
     except DAMAGED as error:
         raise ReportError(f"{path}: case {number} is no case of a check: {error}") from error
     if verdict.check not in checks_by_key():

@@ -256,10 +256,9 @@ def _judge_case(
         except LoadError as error:
             refuse(str(error), ExitStatus.NOT_JUDGED)
     print_lines(console, [str(verdict)])
-    is_same = place_of(verdict.implementation, Path.cwd()) == place
-    if not is_same:
+    if place_of(verdict.implementation, Path.cwd()) != place:
         print_lines(console, [f"  {path} is of another kernel: {was.implementation} in {folder.absolute()}"])
-    if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
+    elif verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
         line = (
             f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
             "calls before the case: look for state that the kernel keeps from one call to the next."
@@ -312,15 +311,11 @@ def _print_recorded_coverage(report: str, is_wanted: bool) -> None:
     path = Path(report)
     refuse_unreadable("no coverage", path)
     from lab.checks.parameters.coverage import coverages
-    from lab.checks.record import ReportError, read_cases, read_expression, read_record
+    from lab.checks.record import read_cases, read_expression, read_record
 
     with refusing_recordings("no coverage"):
         record = read_record(path)
-        try:
-            verdicts = list(read_cases(record))
-        except ReportError as error:
-            raise ReportError(f"{path}: {error}") from error
-        found = coverages(verdicts, read_expression(record["ranges"]))
+        found = coverages(list(read_cases(record, path)), read_expression(record["ranges"]))
     _print_coverage(terminal(), found)
 
 

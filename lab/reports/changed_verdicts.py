@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.explain.diagnosis import diagnose
-from lab.checks.record import ReportError, read_cases
+from lab.checks.record import read_cases
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import DAMAGED
@@ -108,14 +108,6 @@ def read_report(path: Path) -> RecordedFile:
     return file
 
 
-def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return the verdicts in a report. Raises ReportError with the file's name if this version of the lab cannot read them."""
-    try:
-        return list(read_cases(file.content))
-    except ReportError as error:
-        raise ReportError(f"{file.path}: {error}") from error
-
-
 def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two reports, such as level or seed: (value before, value after) by name."""
     was, now = _settings(before), _settings(after)
@@ -138,7 +130,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_report(before_path), read_report(after_path)
     was, now = (
-        {(each.check, each.interface, repr(each.case)): each for each in cases_of(file)} for file in (before, after)
+        {(each.check, each.interface, repr(each.case)): each for each in read_cases(file.content, file.path)}
+        for file in (before, after)
     )
     pairs = [CasePair(verdict, now[key]) for key, verdict in was.items() if key in now]
     missing, added = len(was) - len(pairs), len(now) - len(pairs)

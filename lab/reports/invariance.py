@@ -20,15 +20,13 @@ def invariance_report(found: Invariance) -> TableReport:
     dtypes = tuple(dict.fromkeys(each.dtypes for each in found.dependences))
     lines = [[*map(words, names), *(_cell(row, each) for each in dtypes)] for names, row in rows.items()]
     report = found.report
-    title = (
-        f"{report.implementation} on {report.environment.get('gpu') or report.device}: what do output bits depend on?"
-    )
+    where = report.environment.get("gpu") or report.device
+    title = f"{report.implementation} on {where}: what do output bits depend on?"
     findings = [each for names, row in rows.items() for each in _examples(" ".join(names), row)]
     refused = grouped(dict.fromkeys(_reasons(found.dependences)))
     findings += [(f"{joined([*factors])} {reason}", "") for reason, factors in refused.items()][:SHOWN_DECLINES]
     table = table_of_lines(("function", "factor", *dtypes), lines)
-    below = (*_summary(found),)
-    return TableReport((), table, below, found.as_record(), found.exit_status, title, (*findings,))
+    return TableReport((), table, (*_summary(found),), found.as_record(), found.exit_status, title, (*findings,))
 
 
 def _cell(row: Sequence[Dependence], dtypes: str) -> Cell:

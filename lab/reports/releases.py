@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.explain.diagnosis import diagnose
+from lab.checks.record import read_cases
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
-from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings, read_report
+from lab.reports.changed_verdicts import compare_verdicts, different_settings, read_report
 from lab.reports.recorded_file import NotComparableError, RecordedFile
 from lab.reports.tables import Cell, TableReport, grouped, make_table, words
 from lab.wording import slug
@@ -132,7 +133,7 @@ def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, Files]
 
 def _cases(axes: str, file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
     capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
-    for each in cases_of(file):
+    for each in read_cases(file.content, file.path):
         verdict = known(each, KNOWN_FAILURES, tuple(capability) if capability else None, (packages or {}).get)
         yield (axes, each.check, each.interface.value, repr(each.case)), verdict
 

@@ -103,26 +103,17 @@ def _words(source: bytes) -> frozenset[str]:
 def _imported(paths: set[str], roots: Sequence[str], without: set[str]) -> set[str]:
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
     names_in = functools.cache(_names_in)  # each folder is read once
-    # `tried` has (folder, imported name) pairs. The folder is None for an import without leading dots, which `roots` may have.
-    found, tried = set[str](), set[tuple[str | None, str]]()
+    found, tried = set[str](), set[tuple[str, str]]()  # files, and pairs of a folder and an imported name
     left = [path for path in paths if path.endswith(".py") and os.path.isfile(path)]
     while left:
         path = Path(left.pop())
-        imports = {
-            (str(folder) if folder else None, name)
-            for level, name in _imports_of(path.read_bytes())
-            for folder in (path.parents[level - 1 : level] if level else (None,))
-        } - tried
-        tried |= imports
-        named = {
-            file
-            for folder, name in imports
-            for root in (roots if folder is None else (folder,))
-            for file in _files_of(root, name, names_in)
-        }
-        new = set(filter(os.path.isfile, named)) - paths - found - without
-        found |= new
-        left += new
+        for level, name in _imports_of(path.read_bytes()):
+            folders = {(str(each), name) for each in (path.parents[level - 1 : level] if level else roots)} - tried
+            tried |= folders
+            named = (file for folder, _ in folders for file in _files_of(folder, name, names_in))
+            new = set(filter(os.path.isfile, named)) - paths - found - without
+            found |= new
+            left += new
     return found
 
 
@@ -145,20 +136,18 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 @functools.cache
-def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return the imports of a Python source as (number of leading dots, name); () if it cannot be parsed."""
+def _imports_of(source: bytes) -> frozenset[tuple[int, str]]:
+    """Return the imports of a Python source as (number of leading dots, name); none if it cannot be parsed."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
-        return ()
-    found = dict[tuple[int, str], None]()
+        return frozenset()
+    found = set[tuple[int, str]]()
     for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            before = f"{node.module}." if node.module else ""
-            found |= dict.fromkeys((node.level, f"{before}{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Import):
-            found |= dict.fromkeys((0, alias.name) for alias in node.names)
-    return tuple(found)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level, module = (node.level, node.module) if isinstance(node, ast.ImportFrom) else (0, None)
+            found |= {(level, f"{module}.{each.name}" if module else each.name) for each in node.names}
+    return frozenset(found)
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
