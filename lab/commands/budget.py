@@ -81,7 +81,7 @@ def budget(
     from lab.calls import AttentionCall
     from lab.checks.run.judging import device_of
     from lab.recorded.case import recorded_cases
-    from lab.reports.budget import answer_report, budget_report
+    from lab.reports.budget import answer_report, budget_figure, budget_report
 
     common: dict[str, Any] = {"head_dim": head_dim, "group": group, "v_std": v_std}
     common |= {"query": query or "", "out": out or "", "arithmetic": "e4m3" if e4m3_arithmetic else ""}
@@ -121,7 +121,5 @@ def budget(
                 refuse(f"{implementation} computes no call over a cache of {each.kv}: {error}", ExitStatus.NOT_JUDGED)
     if picture is not None:
         require("lab budget --picture", "matplotlib")
-        from lab.reports.pictures.budget import budget_figure
-
         budget_figure(rows, "Errors of K/V caches, of right kernels, and the judge's bound").savefig(picture)
     budget_report(rows, atol, rtol).show(json, markdown)

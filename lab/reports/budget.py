@@ -1,4 +1,4 @@
-"""Show the results of `lab.budget`: a table of errors, or the answer whether a failed test shows a bug."""
+"""Show the results of `lab.budget`: a table and a picture of errors, or the answer whether a failed test shows a bug."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,6 +9,7 @@ from lab.exit_status import ExitStatus
 from lab.provenance import environment
 from lab.reports.tables import Cell, Columns, TableReport, in_short, make_table, number, words
 
+LOOKS = {"quantisation": "o-", "kernel": "s--", "bound": "^:"}  # of lines in the picture
 STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "undecided": ExitStatus.NOT_JUDGED}
 
 
@@ -22,6 +23,28 @@ def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -
     )
     record = {"atol": atol, "rtol": rtol, "rows": list(rows), "environment": environment()}
     return TableReport((), make_table(COLUMNS, rows, say_once=()), remarks, record)
+
+
+def budget_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Plot median relative L2 errors over the number of keys: a panel per cache dtype, a colour per distribution of K and V.
+    Needs the extra `plots`.
+    """
+    from lab.reports.pictures import style
+
+    caches = list(dict.fromkeys(row["kv"] for row in rows))
+    colours = style.assigned([row["values"] for row in rows], style.COLOURS)
+    figure, panels = style.panels(title, 3.6, columns=len(caches), log="xy")
+    for axes, cache in zip(panels[0], caches, strict=True):
+        style.name_panel(axes, cache)
+        style.name_axes(axes, "keys", "" if cache != caches[0] else "relative L2 error, median")
+        style.mark_sizes(axes, sorted({row["keys"] for row in rows}))
+        for values, colour in colours.items():
+            mine = [row for row in rows if (row["kv"], row["values"]) == (cache, values)]
+            for name, look in LOOKS.items():
+                points = [row["keys"] for row in mine], [row[name] for row in mine]
+                axes.plot(*points, look, color=colour, label=f"{name}, {values}", **style.LINE)
+    style.legend_below(figure, len(colours))
+    return figure
 
 
 def answer_report(answer: Explanation, setting: Setting, asked: Mapping[str, Any]) -> TableReport:

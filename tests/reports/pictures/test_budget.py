@@ -1,6 +1,6 @@
 """The picture of caches' errors: what the lines hold is what was handed in."""
 
-from lab.reports.pictures.budget import budget_figure
+from lab.reports.budget import budget_figure
 from tests.reports.pictures.figures import assert_legible, curves, words
 
 
