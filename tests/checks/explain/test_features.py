@@ -409,6 +409,15 @@ def test_a_sparse_call_has_features_of_its_arguments() -> None:
     assert ("gap" in found.of_requests[0], found.of_requests[0]["num_entries"]) == (False, 3)
 
 
+def test_the_form_of_a_result_and_of_scale_factors_is_a_feature() -> None:
+    assert "lse_of_three_axes" not in read(MLA, lse=torch.empty(1, 4), return_lse=True)
+    assert "lse_of_three_axes" in read(MLA, lse=torch.empty(1, 1, 4), return_lse=True)
+    problem = DecodeCall(**ARGUMENTS[DECODE]).problem()
+    for factors, is_one in ((torch.empty(1), True), ((torch.empty(1), torch.empty(1)), False), (None, False)):
+        found = reading._read_pages(DECODE, ARGUMENTS[DECODE] | {"kv_cache_sf": factors}, problem)
+        assert found["one_factor_tensor"] is is_one
+
+
 def test_sizes_of_a_case_make_features_of_its_call() -> None:
     square = arguments_of(replace(PLAIN, storage=replace(PLAIN.storage, page_size=2)))
     assert features_of_call(DECODE, square, CallLog()).features["page_size_is_num_kv_heads"]
