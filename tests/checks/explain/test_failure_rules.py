@@ -257,6 +257,7 @@ HALF, SMALL = "dtypes=fp16/fp16", "bmm1_scale=small"  # values of parameters of 
         # The rule holds for the right result too, or no test of the rule.
         (["sinks mask out=given lse=given"], ["sinks mask lse=given"], ("sinks", "mask"), ["sinks"]),
         (["sinks mask out=given"], [""], ("sinks", "mask"), ["sinks"]),
+        (["sinks mask out=given"], ["sinks"], ("sinks", "mask"), ["sinks"]),  # perhaps of a check without parameters
     ],
 )
 def test_of_few_wrong_results_a_right_one_without_a_single_parameter_value_supports_a_test(

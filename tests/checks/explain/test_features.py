@@ -329,7 +329,7 @@ def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None
         ((16, 16), [False, False]),
         ((1, 15), [False, True]),
         ((17, 1, 14), [False, True, True]),
-        ((1, 0), [False, False]),
+        ((1, 15, 0), [False, True, False]),
     ],
 )
 def test_blocks_of_rows_that_begin_anew_in_each_request_are_counted(q_lens: tuple[int, ...], late: list[bool]) -> None:
@@ -423,6 +423,11 @@ def test_sizes_of_a_case_make_features_of_its_call() -> None:
     assert features_of_call(DECODE, square, CallLog()).features["page_size_is_num_kv_heads"]
     three_rows = arguments_of(replace(PLAIN, q_lens=(3, 3))) | {"mask": torch.ones(2, 3, 2, dtype=torch.uint16)}
     assert features_of_call(DECODE, three_rows, CallLog()).features["mask_words"] == 2
+    one_row = arguments_of(replace(PLAIN, kv_lens=(40,), q_lens=(1,))) | {
+        "mask": torch.ones(1, 1, 2, dtype=torch.uint16)
+    }
+    found = features_of_call(DECODE, one_row, CallLog()).features
+    assert ("mask" in found, "odd_mask_words" in found) == (True, False)
 
 
 @pytest.mark.parametrize(
