@@ -61,7 +61,7 @@ DATASHEETS = {
     "NVIDIA H100 80GB HBM3": Datasheet(3350, 989, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
     "NVIDIA H200": Datasheet(4800, 989, "NVIDIA H200 Tensor Core GPU datasheet, SXM5"),
     "NVIDIA B200": Datasheet(
-        8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; other sources state 2380 and 2500"
+        8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; other sources state 2380 and 2500 TFLOP/s"
     ),
     # https://www.nvidia.com/en-us/data-center/hgx/: 36 PFLOP/s of bf16 with sparsity for eight, as of HGX B200; 8 TB/s each.
     "NVIDIA B300 SXM6 AC": Datasheet(

@@ -88,13 +88,13 @@ def _above(run: DryRun, datasheet: Datasheet) -> tuple[str, str, str]:
     gpu, rate = run.gpu, datasheet.matrix_rate_tflops
     source = f"Kernels are by the rules of lab.kernels.support alone: {run.by_rules_because}."
     if run.by_rules_because is None:
-        launcher = f"the launcher of FlashInfer {flashinfer_version()}"
-        source = f"Kernels and grids are what {launcher} launched against a fake CUDA, from the table of {run.table}."
-    operations = "" if rate is None else f", or operations over {rate:g} TFLOP/s of bf16, whichever is longer"
+        launcher = f"The launcher of FlashInfer {flashinfer_version()}"
+        source = f"{launcher} chose kernels and grids from the kernel table of {run.table}, with a fake CUDA driver."
+    operations = "" if rate is None else f", or operations divided by {rate:g} TFLOP/s of bf16, whichever is longer"
     return (
-        f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU.",
+        f"Simulated GPU: {gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors.",
         source,
-        f"Floor: bytes over {datasheet.bandwidth_gbps:g} GB/s{operations} ({datasheet.source}).",
+        f"Floor of a pass: bytes divided by {datasheet.bandwidth_gbps:g} GB/s{operations} ({datasheet.source}).",
     )
 
 

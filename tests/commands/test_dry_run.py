@@ -87,7 +87,7 @@ def test_without_a_launcher_the_rules_answer_and_it_is_said(
 def test_a_rate_that_no_datasheet_states_bounds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("dry-run --gpu spark --scenario extend/llama-3.1-8b/8q4k") == 0
     said = capsys.readouterr().out
-    assert "Floor: bytes over 273 GB/s (NVIDIA DGX Spark" in said
+    assert "Floor of a pass: bytes divided by 273 GB/s (NVIDIA DGX Spark" in said
     assert "memory" in said
 
 
@@ -99,7 +99,7 @@ def test_on_a_b200_flashinfers_launcher_names_kernel_grid_and_cluster(
     assert run(shlex.split(f"dry-run --gpu b200 --only {only} --json {tmp_path}/b200.json --markdown -")) == 0
     said = capsys.readouterr().out
     assert f"| decode/llama-3.1-8b/8q1s1k | {MULTI_CTA} | 2 x 8 x 8 | 2 | 33.69 | 4.21 | memory |" in said
-    assert "from the table of flashinfer-cubin" in said
+    assert "from the kernel table of flashinfer-cubin" in said
     assert ", fmhaReductionKernel |" in said
     assert f"PersistentContext + {MULTI_CTA} | 1 x 32 x 3 + 6 x 8 x 3 | 1 + 6 |" in said
     found = json.loads((tmp_path / "b200.json").read_text())
