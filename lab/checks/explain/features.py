@@ -76,6 +76,7 @@ FEATURES: dict[str, CaseFeature] = {
     "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
     "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
+    "after_unread_keys": Condition("the request before a request has {keys but no|no keys or} query rows", Cost.VALUE),
     "after_inner_no_rows": Condition(
         "{a|no} request without query rows is between the first and a later one", Cost.VALUE
     ),
@@ -119,12 +120,8 @@ FEATURES: dict[str, CaseFeature] = {
     "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
-    "other_lens_at_request": Condition(
-        "sparse_topk_lens of a row {differs from|is} that at its request's index", Cost.VALUE
-    ),
-    "entry_past_window_page": Condition(
-        "a compressed entry's index is {at least|below} the other page size", Cost.VALUE
-    ),
+    "other_lens_at_request": Condition("a row's sparse_topk_lens {is not|is} that at its request's index", Cost.VALUE),
+    "entry_past_window_page": Condition("a compressed index is {at least|below} the other page size", Cost.VALUE),
     # Of a batch.
     "page_size": Number("page_size is {}", Cost.VALUE, several="pages have several tokens"),
     "has_window": Condition("{a|no} window is set"),
@@ -260,9 +257,7 @@ FEATURES: dict[str, CaseFeature] = {
     "steps_fill_pages": Condition(
         "keys and steps of a draft {|do not }fill a request's pages of several tokens", Cost.VALUE
     ),
-    "steps_reach_page": Condition(
-        "a prefix's last page and the steps need {more|no more} pages than the steps", Cost.VALUE
-    ),
+    "steps_reach_page": Condition("a prefix's last page makes the steps need {more|no more} pages", Cost.VALUE),
     "shorter_than_window": Condition("a prefix is {|not }shorter than window_size and sink_size together", Cost.VALUE),
     "window_size": Number("window_size is {}", Cost.VALUE),
     "sink_size": Number("sink_size is {}", Cost.VALUE),

@@ -74,6 +74,7 @@ def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> I
             "fewer_rows": q_len < most,
             "after_fewer_rows": fewest_rows < most,
             "after_inner_no_rows": 0 in q_lens[1:request],
+            "after_unread_keys": request > 0 and kv_lens[request - 1] > q_lens[request - 1] == 0,
             "after_shorter": fewest_keys < kv_len,
             "after_empty": 0 in (fewest_rows, fewest_keys),
             "shorter": kv_len < longest,

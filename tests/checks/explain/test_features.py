@@ -323,6 +323,11 @@ def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None
     assert [each["after_inner_no_rows"] for each in read] == [False, False, False, True]
 
 
+def test_keys_of_a_request_without_rows_precede_the_next_request_alone() -> None:
+    read = [*read_earlier((5, 5, 5, 0, 5), (0, 1, 1, 0, 1), 1)]
+    assert [each["after_unread_keys"] for each in read] == [False, True, False, False, False]
+
+
 @pytest.mark.parametrize(
     ("q_lens", "late"),
     [
