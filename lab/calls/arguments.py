@@ -378,7 +378,7 @@ def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [
-        (name, *_span(tensor))
+        (name, *span_of(tensor))
         for name, value in given.items()
         if name not in allowed.FREE_ARGUMENTS
         for tensor in (value if isinstance(value, (tuple, list)) else (value,))
@@ -390,6 +390,7 @@ def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield result, name
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (address of the first byte, address after the last byte) of a tensor, gaps between its elements included."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

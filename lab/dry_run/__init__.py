@@ -23,9 +23,8 @@ context, an MLA and a ragged call launch the same kernels with the same grids un
 """
 
 from lab.dry_run.build import NotBuiltError, why_not_built
-from lab.dry_run.launcher import GPUS, Gpu, LaunchError
 from lab.dry_run.launches import CompiledCall, Copy, Fill, KernelParams, Launch, LseArguments, TensorMap
-from lab.dry_run.machine import Machine, machine
+from lab.dry_run.machine import GPUS, Gpu, LaunchError, Machine, machine
 
 __all__ = [
     "GPUS",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from lab.calls.arguments import span_of
 from lab.calls.problem import E4M3
 from lab.calls.selection import WINDOW_COLUMNS
 from lab.dry_run.kernel_table import KernelFacts, MaskType, kernel_facts
@@ -45,18 +46,12 @@ class UnsoundLaunchError(RuntimeError):
 class HostMemory:
     """The memory that a kernel launch may access: the address ranges of the CPU tensors of its call."""
 
-    #: (address of the first byte, address after the last byte) of each tensor, gaps between its elements included
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  #: of each tensor, as `span_of` returns it
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> "HostMemory":
         """Return the address ranges of CPU tensors. The tensors must stay alive while their memory is viewed."""
-        spans = []
-        for tensor in tensors:
-            if tensor.numel():
-                steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                spans.append((tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()))
-        return cls(tuple(spans))
+        return cls(tuple(span_of(tensor) for tensor in tensors if tensor.numel()))
 
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype

@@ -20,9 +20,8 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.properties.mla_modes import mla_mode_cases, two_pool_cases
 from lab.dry_run import build
-from lab.dry_run.launcher import Gpu, LaunchError, gpu_named
 from lab.dry_run.launches import Launch
-from lab.dry_run.machine import Machine, machine
+from lab.dry_run.machine import Gpu, LaunchError, Machine, gpu_named, machine
 from lab.gpus import family_of
 from lab.kernels import prepare, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
@@ -148,8 +147,10 @@ def dry_run(
     of `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
     ValueError if the GPU is unknown.
     """
-    gpu = gpu_named(gpu_name)
-    reason = _why_no_launcher(gpu)
+    gpu, reason = gpu_named(gpu_name), build.why_not_built()
+    family = family_of(gpu.capability)
+    if family is None or family.trtllm_backend != "trtllm-gen":
+        reason = f"FlashInfer's launcher is trtllm-gen's, which {gpu.name} does not run"
     with ExitStack() as stack:
         on: Machine | None = None
         if reason is None:
@@ -168,13 +169,6 @@ def dry_run(
     if on is None:
         return DryRun(gpu, None, False, reason, tuple(passes))
     return DryRun(gpu, on.launcher.table.source, bool(on.table_lacks), None, tuple(passes))
-
-
-def _why_no_launcher(gpu: Gpu) -> str | None:
-    family = family_of(gpu.capability)
-    if family is None or family.trtllm_backend != "trtllm-gen":
-        return f"FlashInfer's launcher is trtllm-gen's, which {gpu.name} does not run"
-    return build.why_not_built()
 
 
 class _NotedCalls:

@@ -29,10 +29,8 @@ from lab.calls.dsv4_decode import TwoPools
 from lab.calls.problem import AttentionCall, PagedAttention
 from lab.checks.parameters.covering import Point
 from lab.dry_run import build, kernel_table
-from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
-from lab.dry_run.machine import Machine, machine
-from lab.dry_run.sweep_dsv4 import misread_pools
+from lab.dry_run.machine import GPUS, Machine, machine
 from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
 from lab.files import write_text
@@ -227,7 +225,11 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
     if problem.call is AttentionCall.MLA_DECODE:
         sides["tmaV_"] = problem.k_cache
     if isinstance(problem, TwoPools):
-        return misread_pools(maps, problem)
+        for name, pool in (("tmaKSlidingWindowKvPool_", problem.window_cache), ("tmaK_", problem.k_cache)):
+            row_bytes = pool.shape[3] * pool.element_size()
+            if (maps[name].address, maps[name].strides_bytes) != (pool.data_ptr(), (row_bytes,)):
+                return f"launched with other strides of {name}"
+        return None
     if problem.selected is not None:
         cache, (row_bytes,) = problem.k_cache, maps["tmaK_"].strides_bytes
         page, _, token = (stride * cache.element_size() for stride in cache.stride()[:3])

@@ -60,8 +60,6 @@ PAGED_AXES: dict[str, Sequence[Any]] = {
     ),
     **SOFTMAX_AXES,
 }
-DECODE_AXES = PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True), "block_sparse": (False, True)}
-CONTEXT_AXES = PAGED_AXES | {"rows": ("ragged",), "causal": (True, False), "scales": ("numbers", "tensors")}
 MLA_AXES: dict[str, Sequence[Any]] = {
     "dtypes": (
         *(f"{dtypes}/bf16" for dtypes in ("bf16/bf16", "e4m3/e4m3", "fp16/fp16", "bf16/e4m3")),
@@ -101,7 +99,7 @@ PAGED_RULES = (
     Constraint(lambda cache, kv_start: cache != "K is V" or "V" not in kv_start, "V begins where K does"),
 )
 DECODE = Model(
-    DECODE_AXES,
+    PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True), "block_sparse": (False, True)},
     (
         *PAGED_RULES,
         Constraint(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows"),
@@ -115,7 +113,7 @@ DECODE = Model(
     (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
 )
 CONTEXT = Model(
-    CONTEXT_AXES,
+    PAGED_AXES | {"rows": ("ragged",), "causal": (True, False), "scales": ("numbers", "tensors")},
     (*PAGED_RULES, WINDOW_IS_CAUSAL),
     (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
 )

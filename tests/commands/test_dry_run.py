@@ -32,7 +32,7 @@ def calls_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_the_command_has_every_gpu_and_each_has_a_datasheet() -> None:
     names = get_args(get_type_hints(dry_run)["gpu"])
     assert set(names) == set(GPUS), (
-        "lab.commands.dry_run restates the names of lab.dry_run.launcher.GPUS without an import"
+        "lab.commands.dry_run restates the names of lab.dry_run.machine.GPUS without an import"
     )
     assert {gpu.cuda_name for gpu in GPUS.values()} <= set(DATASHEETS)
 

@@ -44,8 +44,7 @@ from lab.checks.parameters.values import (
 from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.ragged import TILE, RaggedCase, RaggedInputs, build_ragged, padded
-from lab.workloads.inputs.sage import quantised_inputs
+from lab.workloads.inputs.ragged import TILE, RaggedCase, RaggedInputs, build_ragged, padded, quantised_inputs
 from lab.workloads.inputs.views import GAP, Layout
 
 FEW_KEYS = 50  # estimate of the keys of a request in a large batch
