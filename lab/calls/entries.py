@@ -64,11 +64,11 @@ def places_of_requests(problem: AttentionProblem, requests: Sequence[int]) -> li
     page_size + offset in the page, or the token's number in contiguous K/V.
     """
     device, counts = problem.query.device, num_keys(problem)
-    lens = [counts[request] for request in requests]
-    of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
-    keys = torch.cat([torch.arange(0), *map(torch.arange, lens)])
+    lens = torch.tensor([counts[request] for request in requests], dtype=torch.int64)
+    of_keys = torch.tensor(list(requests), dtype=torch.int64).repeat_interleave(lens)
+    keys = torch.arange(len(of_keys)) - (lens.cumsum(0) - lens).repeat_interleave(lens)
     k, v = places_of(problem, of_keys.to(device), keys.to(device))
-    return list(zip(k.split(lens), v.split(lens), strict=True))
+    return list(zip(k.split(lens.tolist()), v.split(lens.tolist()), strict=True))
 
 
 def selections_of(problem: PagedAttention, requests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

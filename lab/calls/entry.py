@@ -26,20 +26,6 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
     return wrap
 
 
-def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that replaces the `**` parameter in a function's `__signature__` by the fields of a dataclass."""
-
-    def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        *parameters, _ = signature.parameters.values()
-        for each in inspect.signature(terms).parameters.values():
-            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return wrap
-
-
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
     """Return a function that also calls the function that `prepare` returns: `made_at_once(prepare)(x)` is `prepare(x)()`."""
 

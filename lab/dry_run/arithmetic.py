@@ -12,18 +12,23 @@ comments say so.
 """
 
 import ctypes
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
+from lab.calls import Problem
 from lab.calls.arguments import span_of
-from lab.calls.problem import E4M3
-from lab.calls.selection import WINDOW_COLUMNS
+from lab.calls.dsv4_decode import TwoPools
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention
+from lab.calls.ragged_context import RaggedAttention
+from lab.calls.selection import WINDOW_COLUMNS, columns_in_use
 from lab.dry_run.kernel_table import KernelFacts, MaskType, kernel_facts
 from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.attention_calls import attention_of
 from lab.references.softmax_attention import rounded
 
 LOG2_E = math.log2(math.e)
@@ -82,16 +87,6 @@ class HostMemory:
         return self.view(what, address, shape, [stride * dtype.itemsize for stride in strides], dtype)
 
 
-@dataclass(frozen=True)
-class _Request:
-    number: int  #: index in the batch
-    first_row: int  #: index of the first query row
-    num_rows: int  #: number of query rows
-    computed: int  #: the launch's grid covers only this number of the first query rows
-    kv_len: int  #: number of keys
-    first_key: int  #: index of the first key in K and V, if they are not paged
-
-
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
     """Compute the output and the LSE of a call from its kernel launches, in order, and write them into the call's tensors.
 
@@ -114,13 +109,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
         elif launch.params is not None and launch.name.startswith("fmhaSm"):
             kernel = kernel_facts(launch.name)
             _refuse_unmodelled(launch.params, kernel)
-            maps = {each.member: each for each in launch.tma}
-            by_head = bool(launch.params.use_block_sparse_attention)
-            for kv_head in range(launch.params.num_heads_kv) if by_head else (None,):
-                attention = _Attention(launch.params, kernel, maps, memory, kv_head)
-                for request in _requests(launch.params, memory, kv_head or 0):
-                    if request.computed > 0:
-                        attention.run(request)
+            _Attention(launch.params, kernel, {each.member: each for each in launch.tma}, memory).run()
 
 
 def _write_lse(arguments: LseArguments, memory: HostMemory) -> None:
@@ -143,219 +132,147 @@ def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
         raise NotImplementedError(f"the launch of {kernel.name} has {', '.join(given)}, which is not modelled")
 
 
-def _has_two_pools(params: KernelParams) -> bool:
-    return bool(params.sparse_attn_top_k) and params.attention_window_size == WINDOW_COLUMNS
-
-
-def _requests(params: KernelParams, memory: HostMemory, kv_head: int) -> list[_Request]:
-    """Return the requests of a launch. `kv_head`: the K/V head whose lengths are read in block-sparse attention, else 0."""
-    count = params.batch_size
-    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (kv_head + 1, count), torch.int32)[kv_head].tolist()
-    if params.ptr_cum_seq_lens_q:
-        offsets = memory.array("cum_seq_lens_q", params.ptr_cum_seq_lens_q, (count + 1,), torch.int32).tolist()
-    else:
-        offsets = [request * params.max_seq_len_q for request in range(count + 1)]
-    first_keys = [0] * (count + 1)
-    if params.ptr_cum_seq_lens_kv:
-        first_keys = memory.array("cum_seq_lens_kv", params.ptr_cum_seq_lens_kv, (count + 1,), torch.int32).tolist()
-    covered = params.max_num_ctas_q * params.num_tokens_per_cta_q
-    requests = []
-    for number, kv_len in enumerate(lengths):
-        (first_row, end), (first_key, last_key) = offsets[number : number + 2], first_keys[number : number + 2]
-        num_pages = -(-kv_len >> max(params.num_tokens_per_page_log2, 0))  # what a paged call may count instead
-        if params.ptr_cum_seq_lens_kv and last_key - first_key not in (kv_len, num_pages):
-            raise UnsoundLaunchError(
-                f"request {number} has {kv_len} keys by seq_lens, and {last_key - first_key} by cum_seq_lens_kv: one is wrong"
-            )
-        # DeepSeek-V4's call bounds no length.
-        most = kv_len if _has_two_pools(params) else params.max_seq_len_kv
-        if not 0 <= kv_len <= most:
-            raise UnsoundLaunchError(f"request {number} has {kv_len} keys, and the launch promises 0 to {most}")
-        if not 0 <= first_row <= max(first_row, end) <= params.sum_of_seq_lens_q:
-            raise UnsoundLaunchError(
-                f"request {number} has the rows from {first_row} to {end} of {params.sum_of_seq_lens_q} query rows"
-            )
-        rows = end - first_row
-        requests.append(_Request(number, first_row, rows, min(rows, covered), kv_len, first_key))
-    return requests
-
-
+@dataclass(frozen=True)
 class _Attention:
-    """Compute the attention of one launch: for all heads, or for one K/V head and the query heads that use it."""
+    """The attention of one launch."""
 
-    def __init__(
-        self,
-        params: KernelParams,
-        kernel: KernelFacts,
-        maps: dict[str, TensorMap],
-        memory: HostMemory,
-        kv_head: int | None,
-    ) -> None:
-        self.params, self.kernel, self.maps, self.memory = params, kernel, maps, memory
-        tokens, heads = params.sum_of_seq_lens_q, params.num_heads_q
-        first, end = (0, params.num_heads_kv) if kv_head is None else (kv_head, kv_head + 1)
-        group = heads // params.num_heads_kv
-        self.kv_heads, of_rows = slice(first, end), slice(first * group, end * group)
-        self.query = self._query()[:, of_rows].unflatten(1, (-1, group))
-        out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtypes["O"])
-        self.out = out[:, of_rows]
-        self.stats = None
+    params: KernelParams
+    kernel: KernelFacts
+    maps: dict[str, TensorMap]  #: the TMA descriptors by name
+    memory: HostMemory
+
+    def run(self) -> None:
+        params, kernel, shape = self.params, self.kernel, (self.params.sum_of_seq_lens_q, self.params.num_heads_q)
+        out = self.memory.array("the output", params.ptr_o, (*shape, kernel.head_dim_v), kernel.dtypes["O"])
+        try:
+            problem = self._problem()
+            problem.check_values()
+        except ValueError as error:
+            raise UnsoundLaunchError(str(error)) from error
+        covered = torch.zeros(shape, dtype=torch.bool)
+        for first_row, end in itertools.pairwise(problem.row_offsets()):
+            covered[first_row : min(end, first_row + params.max_num_ctas_q * params.num_tokens_per_cta_q)] = True
+        result, lse_log2 = attention_of(problem)
+        _, keys_lse_log2 = attention_of(replace(problem, sinks=None)) if problem.sinks is not None else (None, lse_log2)
+        assert lse_log2 is not None
+        assert keys_lse_log2 is not None
+        is_written = covered & (keys_lse_log2 > -math.inf)
+        out[is_written] = rounded(result[is_written], kernel.dtypes["O"])
         if params.ptr_softmax_stats:
-            stats = memory.array("the statistics", params.ptr_softmax_stats, (tokens, heads, 2), torch.float32)
-            self.stats = stats[:, of_rows]
-        self.sinks_log2 = None
-        if params.ptr_attention_sinks:
-            sinks = memory.array("the sinks", params.ptr_attention_sinks, (heads,), torch.float32)
-            self.sinks_log2 = sinks[of_rows].double().view(-1, group) * LOG2_E
-        self.scale_log2 = self._scale("bmm1_scale", params.ptr_scale_softmax_log2, params.scale_softmax_log2)
-        self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
+            stats = self.memory.array("the statistics", params.ptr_softmax_stats, (*shape, 2), torch.float32)
+            if not kernel.is_context:
+                stats[covered] = 0.0  # the LSE of these statistics is minus infinity
+            lse = lse_log2[is_written] / LOG2_E
+            stats[is_written] = torch.stack((lse, torch.ones_like(lse)), -1).float()  # the same LSE as of m and d
 
-    def run(self, request: _Request) -> None:
-        positions = request.kv_len - request.num_rows + torch.arange(request.computed)
-        sees_all_keys = self.kernel.is_context and self.kernel.mask is MaskType.DENSE
-        ends = torch.full_like(positions, request.kv_len) if sees_all_keys else positions + 1
-        starts = torch.zeros_like(positions)
-        if self.kernel.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL:
-            starts = (ends - self.params.attention_window_size).clamp(min=0)
-        if self.stats is not None and not self.kernel.is_context:
-            self.stats[request.first_row :][: request.computed] = 0.0  # the LSE of these statistics is minus infinity
-        if self.kernel.is_sparse:
-            for row, position in enumerate(positions.tolist(), request.first_row):
-                if len(entries := self._selected(row, position)):
-                    values = entries[..., : self.kernel.head_dim_v]
-                    self._attend(torch.tensor([row]), entries, values, torch.zeros(1, len(entries), dtype=torch.bool))
-            return
-        rows = (starts < ends).nonzero().flatten()
-        if not len(rows):
-            return
-        first, end = int(starts[rows].min()), int(ends[rows].max())
-        keys, values = (self._tokens(side, request, first, end) for side in "KV")
-        at = torch.arange(first, end)
-        hidden = (at < starts[rows].unsqueeze(1)) | (at >= ends[rows].unsqueeze(1))
-        self._attend(request.first_row + rows, keys, values, hidden)
+    def _problem(self) -> Problem:
+        """Return the attention problem that the launch's arguments define. Its tensors are views of the call's memory."""
+        params, kernel, array = self.params, self.kernel, self.memory.array
+        batch, tokens, heads = params.batch_size, params.sum_of_seq_lens_q, params.num_heads_q
+        if not params.ptr_cum_seq_lens_q and tokens != batch * params.max_seq_len_q:
+            raise UnsoundLaunchError(f"{batch} requests of {params.max_seq_len_q} rows are not {tokens} query rows")
 
-    def _attend(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Write the output of query rows. `hidden`, bool [rows, keys], is True where a row does not see a key."""
-        logits = torch.einsum("rhgd,khd->rhgk", self.query[rows].double(), keys) * self.scale_log2
-        logits.masked_fill_(hidden[:, None, None, :], -math.inf)
-        largest = logits.amax(-1)
-        weights = torch.exp2(logits - largest.unsqueeze(-1))
-        total = weights.sum(-1)
-        if self.sinks_log2 is not None:
-            total = total + torch.exp2(self.sinks_log2 - largest)
-        result = torch.einsum("rhgk,khd->rhgd", weights, values) / total.unsqueeze(-1) * self.out_scale
-        self.out[rows] = rounded(result.flatten(1, 2), self.kernel.dtypes["O"])
-        if self.stats is not None:
-            self.stats[rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
+        def offsets(name: str, pointer: int) -> torch.Tensor | None:
+            return array(name, pointer, (batch + 1,), torch.int32) if pointer else None
 
-    def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. The heads are two dimensions of its TMA descriptor."""
-        tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtypes["Q"]
-        dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
-        return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
+        by_head = bool(params.use_block_sparse_attention)
+        has_window = kernel.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
+        sinks = params.ptr_attention_sinks
+        given: dict[str, Any] = {
+            "call": AttentionCall.CONTEXT if kernel.is_context else AttentionCall.DECODE,
+            "query": self._query(),
+            "seq_lens": array("seq_lens", params.ptr_seq_lens_kv, self._by_head(batch), torch.int32),
+            "cu_seqlens_q": offsets("cum_seq_lens_q", params.ptr_cum_seq_lens_q),
+            "cu_seqlens_kv": offsets("cum_seq_lens_kv", params.ptr_cum_seq_lens_kv),
+            "max_q_len": params.max_seq_len_q,
+            # DeepSeek-V4's call bounds no length.
+            "max_kv_len": torch.iinfo(torch.int32).max if self._has_two_pools else params.max_seq_len_kv,
+            "causal": not kernel.is_context or kernel.mask is not MaskType.DENSE,
+            "window_left": params.attention_window_size - 1 if has_window else -1,
+            "bmm1_scale": self._scale("bmm1_scale", params.ptr_scale_softmax_log2, params.scale_softmax_log2) / LOG2_E,
+            "bmm2_scale": self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale),
+            "sinks": array("the sinks", sinks, (heads,), torch.float32) if sinks else None,
+            "out": None,
+            "out_dtype": torch.float64,
+            "lse": torch.empty(tokens, heads, dtype=torch.float64),
+            "return_lse": True,
+        }
+        if not kernel.is_paged:
+            return RaggedAttention(**given, key=self._unpaged("K"), value=self._unpaged("V"))
+        if kernel.is_sparse:
+            return self._selecting(given)
+        k, v = (self._pages(f"tma{side}_", kernel.dtypes[side]) for side in "KV")
+        if kernel.dtypes["K"] == torch.uint8:
+            given["k_scale_factors"], given["v_scale_factors"] = (self._pages(f"tma{side}Sf_", E4M3) for side in "KV")
+            given["v_scale_factors_interleaved"] = True
+        shared, width = params.uses_shared_paged_kv_idx is not False or by_head, params.max_num_pages_per_seq_kv
+        shape = (*self._by_head(batch), width) if shared else (batch, 2, width)
+        tables = array("the page table", params.ptr_page_idx_kv, shape, torch.int32)
+        k_tables, v_tables = (tables, tables) if shared else (tables[:, 0], tables[:, 1])
+        v = v[..., : kernel.head_dim_v // (2 if kernel.dtypes["V"] == torch.uint8 else 1)]  # in MLA a part of K
+        return PagedAttention(**given, k_cache=k, v_cache=v, k_block_tables=k_tables, v_block_tables=v_tables)
+
+    def _selecting(self, given: dict[str, Any]) -> PagedAttention:
+        params, shape = self.params, (self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv)
+        if params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
+            raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
+        selected = self.memory.array("the selected entries", params.ptr_page_idx_kv, shape, torch.int32)
+        lens, num_window = params.ptr_sparse_mla_top_k_lens, WINDOW_COLUMNS if self._has_two_pools else 0
+        given |= {"selected": selected, "selected_lens": None}
+        if lens:
+            given["selected_lens"] = self.memory.array("the numbers of entries", lens, shape[:1], torch.int32)
+        offsets = given["cu_seqlens_q"]
+        rows = range(0, shape[0] + 1, params.max_seq_len_q) if offsets is None else offsets.tolist()
+        in_use = columns_in_use(selected, given["selected_lens"], given["seq_lens"], [*rows], num_window)
+        cells = torch.where(in_use, selected, -1)
+        pool = self._entries("tmaK_", cells[:, num_window:])
+        given |= {"k_cache": pool, "v_cache": pool[..., : self.kernel.head_dim_v]}
+        given |= dict.fromkeys(
+            ("k_block_tables", "v_block_tables"), torch.empty(params.batch_size, 0, dtype=torch.int32)
+        )
+        if not num_window:
+            return PagedAttention(**given)
+        return TwoPools(**given, window_cache=self._entries("tmaKSlidingWindowKvPool_", cells[:, :num_window]))
+
+    @property
+    def _has_two_pools(self) -> bool:
+        return bool(self.params.sparse_attn_top_k) and self.params.attention_window_size == WINDOW_COLUMNS
+
+    def _by_head(self, batch: int) -> tuple[int, ...]:
+        return (self.params.num_heads_kv, batch) if self.params.use_block_sparse_attention else (batch,)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
-    def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return K or V (`side`) of a request for the keys first ... end - 1, float64 [keys, num_kv_heads, head_dim]."""
-        head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
-        if not self.kernel.is_paged:
-            return self._unpaged(side, request.first_key + first, end - first)[..., :head_dim]
-        page_size = 1 << self.params.num_tokens_per_page_log2
-        first_page = first // page_size
-        ids = self._page_ids(side, request.number)[first_page : -(-end // page_size)]
-        tokens = self._pages(side, ids.long(), page_size)
-        return tokens[first - first_page * page_size : end - first_page * page_size, self.kv_heads, :head_dim]
+    def _query(self) -> torch.Tensor:
+        """Return the query [num_rows, num_qo_heads, head_dim]. The heads are two dimensions of its TMA descriptor."""
+        return self._view("tmaQ_", self.kernel.dtypes["Q"], self.maps["tmaQ_"].dims[::-1]).flatten(1, 2)
 
-    def _selected(self, row: int, position: int) -> torch.Tensor:
-        """Return the cache entries that a row of sparse MLA at `position` selects, float64 [entries, 1, K's head_dim]."""
-        shape = self.params.sum_of_seq_lens_q, self.params.max_num_pages_per_seq_kv
-        if self.params.sparse_attn_top_k != shape[1] or self.maps["tmaV_"].address != self.maps["tmaK_"].address:
-            raise UnsoundLaunchError("a row of the table has another number of places than top_k, or V is not K's part")
-        used = position + 1
-        if (lens := self.params.ptr_sparse_mla_top_k_lens) or 0:
-            used = int(self.memory.array("the numbers of entries", lens, shape[:1], torch.int32)[row])
-        indices = self.memory.array("the selected entries", self.params.ptr_page_idx_kv, shape, torch.int32)[row, :used]
-        if not _has_two_pools(self.params):
-            return self._entries("tmaK_", indices)
-        of_window = self._entries("tmaKSlidingWindowKvPool_", indices[: min(position + 1, WINDOW_COLUMNS)])
-        return torch.cat((of_window, self._entries("tmaK_", indices[WINDOW_COLUMNS:])))
-
-    def _entries(self, descriptor: str, indices: torch.Tensor) -> torch.Tensor:
-        """Return the pool's entries at `indices`, but none for an index of -1, float64 [entries, 1, K's head_dim]."""
-        tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
-        indices = indices[indices >= 0].long()
-        if not len(indices):
-            return torch.empty(0, 1, tensor_map.dims[0], dtype=torch.float64)
-        (row_bytes,) = tensor_map.strides_bytes
-        return self._blocks(
-            "K's entries", tensor_map, indices, (1, tensor_map.dims[0]), (row_bytes, row_bytes), dtype
-        ).double()
-
-    def _blocks(
-        self,
-        what: str,
-        tensor_map: TensorMap,
-        indices: torch.Tensor,
-        block_shape: tuple[int, ...],
-        strides_bytes: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Return the blocks, such as pages, at `indices`. Block i begins i * strides_bytes[0] bytes after the first."""
-        least, most = int(indices.min()), int(indices.max())
-        address = tensor_map.address + least * strides_bytes[0]
-        shape, strides_bytes = (most - least + 1, *block_shape), (*strides_bytes, dtype.itemsize)
-        return self.memory.view(f"{what} {least} to {most}", address, shape, strides_bytes, dtype)[indices - least]
-
-    def _page_ids(self, side: str, request: int) -> torch.Tensor:
-        width, address = self.params.max_num_pages_per_seq_kv, self.params.ptr_page_idx_kv
-        if self.params.use_block_sparse_attention:
-            shape = (self.params.num_heads_kv, self.params.batch_size, width)
-            return self.memory.array("the page tables", address, shape, torch.int32)[self.kv_heads.start, request]
-        if self.params.uses_shared_paged_kv_idx is not False:
-            return self.memory.array("the page table", address, (self.params.batch_size, width), torch.int32)[request]
-        tables = self.memory.array("the page tables", address, (self.params.batch_size, 2, width), torch.int32)
-        return tables[request, "KV".index(side)]
-
-    def _unpaged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return tokens `first` to `first + count - 1` of unpaged K or V (`side`), float64 [count, num_kv_heads, head_dim]."""
-        tensor_map = self.maps[f"tma{side}_"]  # dims: (head_dim, tokens, heads, 1)
-        if first + count > tensor_map.dims[1]:
-            raise UnsoundLaunchError(
-                f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}"
-            )
-        (token_bytes, head_bytes, *_), dtype = tensor_map.strides_bytes, self.kernel.dtypes[side]
-        shape = (count, tensor_map.dims[2], tensor_map.dims[0])
-        address = tensor_map.address + first * token_bytes
-        return self.memory.view(
-            f"{side}'s descriptor", address, shape, (token_bytes, head_bytes, dtype.itemsize), dtype
-        ).double()
-
-    def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return all tokens of the pages `ids` of K or V (`side`), float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
-        stored = self._stored(side, f"tma{side}_", ids, page_size, self.kernel.dtypes[side])
-        if self.kernel.dtypes[side] != torch.uint8:
-            tokens = stored.double()
-        else:
-            factors = self._stored(side, f"tma{side}Sf_", ids, page_size, E4M3)
-            tokens = dequantize_nvfp4(stored, deinterleave_v_scale_factors(factors) if side == "V" else factors)
-        return tokens.transpose(1, 2).flatten(0, 1)
-
-    def _stored(
-        self, side: str, descriptor: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the pages `ids` as stored (NVFP4: two elements per byte), [len(ids), num_kv_heads, page_size, elements]."""
-        # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
+    def _view(self, descriptor: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         tensor_map = self.maps[descriptor]
-        row_elements, rows, heads, pages = tensor_map.dims
-        if tensor_map.dtype.startswith("16u4"):  # the descriptor counts NVFP4 elements, two per byte
+        strides_bytes = (*tensor_map.strides_bytes[::-1], dtype.itemsize)
+        return self.memory.view(f"the descriptor {descriptor}", tensor_map.address, shape, strides_bytes, dtype)
+
+    def _unpaged(self, side: str) -> torch.Tensor:
+        """Return unpaged K or V (`side`), [num_tokens, num_kv_heads, head_dim]."""
+        head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
+        width, tokens, heads, _ = self.maps[f"tma{side}_"].dims
+        whole = self._view(f"tma{side}_", self.kernel.dtypes[side], (1, heads, tokens, width))
+        return whole[0].transpose(0, 1)[..., :head_dim]
+
+    def _pages(self, descriptor: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the pages as stored (NVFP4: two elements per byte), [num_pages, num_kv_heads, page_size, elements]."""
+        # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
+        row_elements, rows, heads, pages = self.maps[descriptor].dims
+        if self.maps[descriptor].dtype.startswith("16u4"):  # the descriptor counts NVFP4 elements, two per byte
             row_elements //= 2
-        if len(wrong := ids[(ids < 0) | (ids >= pages)]):
-            raise UnsoundLaunchError(
-                f"the page table names page {int(wrong[0])} of {side}, whose descriptor has {pages} pages"
-            )
-        strides_bytes = tensor_map.strides_bytes[::-1]
-        stored = self._blocks(f"{side}'s pages", tensor_map, ids, (heads, rows, row_elements), strides_bytes, dtype)
-        return stored.reshape(len(ids), heads, page_size, -1)
+        stored = self._view(descriptor, dtype, (pages, heads, rows, row_elements))
+        return stored.reshape(pages, heads, 1 << self.params.num_tokens_per_page_log2, -1)
+
+    def _entries(self, descriptor: str, cells: torch.Tensor) -> torch.Tensor:
+        """Return the pool's entries up to the last one of `cells`, as pages of one token, [num_entries, 1, 1, head_dim]."""
+        tensor_map, dtype, count = self.maps[descriptor], self.kernel.dtypes["K"], int(cells.amax()) + 1
+        shape, (row_bytes,) = (count, tensor_map.dims[0]), tensor_map.strides_bytes
+        strides_bytes = (row_bytes, dtype.itemsize)
+        return self.memory.view("K's entries", tensor_map.address, shape, strides_bytes, dtype)[:, None, None]

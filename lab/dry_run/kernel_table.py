@@ -1,8 +1,7 @@
 """Read and write the table of trtllm-gen's kernels, from which FlashInfer's launcher selects a kernel.
 
 `python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` converts flashinfer-cubin's C++ header `flashInferMetaInfo.h` to the file
-in which the lab keeps the table. The file has all columns that a launcher reads to select a kernel. A column with the same
-value in all rows is written once.
+in which the lab keeps the table: a compressed header with all columns that a launcher reads to select a kernel.
 
 The newest flashinfer-cubin on the package index is 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The
 launcher of a later FlashInfer reads flags that this table does not have; `header` writes them as false. So the selection of a
@@ -27,11 +26,10 @@ import torch
 from lab.calls.problem import E4M3
 
 HEADER_NAME = "flashInferMetaInfo.h"
-FACTS = "trtllm_gen_kernels.txt.xz"
+FACTS = f"{HEADER_NAME}.xz"
 STRUCT = "TllmGenFmhaKernelMetaInfo"
 # Columns without facts about a kernel: its machine code, which is not run here, and reserved members.
 WITHOUT_FACTS = ("mCubin", "mCubinSize", "sha256", "mReserved1", "mReserved2")
-DATA_TYPE = "DATA_TYPE_"
 NO_MACHINE_CODE = '"' + 64 * "0" + '"'
 
 
@@ -106,31 +104,10 @@ def parsed(text: str, source: str) -> KernelTable:
     return KernelTable(source, {name: types[name] for name in kept}, {name: columns[name] for name in kept})
 
 
-def facts(table: KernelTable) -> bytes:
-    """Return the lab's file for a kernel table: xz-compressed text with one line `type name: value,value` per column."""
-    lines = [table.source]
-    for name, values in table.columns.items():
-        written = values[:1] if len(set(values)) == 1 else values
-        lines.append(f"{table.types[name]} {name}: " + ",".join(value.replace(DATA_TYPE, "$") for value in written))
-    return lzma.compress("\n".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
-
-
-def read_facts(data: bytes) -> KernelTable:
-    source, *lines = lzma.decompress(data).decode().split("\n")
-    types, columns = {}, {}
-    for line in lines:
-        head, _, values = line.partition(": ")
-        kind, _, name = head.rpartition(" ")
-        types[name], columns[name] = kind, tuple(values.replace("$", DATA_TYPE).split(","))
-    count = len(columns["mFuncName"])
-    return KernelTable(
-        source, types, {name: each if len(each) == count else each * count for name, each in columns.items()}
-    )
-
-
 @functools.cache
 def recorded() -> KernelTable:
-    return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
+    text = lzma.decompress((resources.files("lab.dry_run") / "data" / FACTS).read_bytes()).decode()
+    return parsed(text, text.removeprefix("// ").partition(",")[0])
 
 
 def newest() -> KernelTable:
@@ -223,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{given.path.name} names no version of flashinfer-cubin; say --version")
     version = given.version or (found[1] if found else "")
     table = parsed(header_text(given.path), f"flashinfer-cubin {version}")
-    given.out.write_bytes(facts(table))
+    given.out.write_bytes(lzma.compress(header(table, frozenset()).encode(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{given.out}: {len(table)} kernels of {table.source}, {given.out.stat().st_size} bytes")
 
 

@@ -6,11 +6,11 @@ from lab.references.attention_calls import (
     trtllm_batch_decode_sparse_mla_dsv4,
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
-    trtllm_ragged_attention_deepseek,
 )
 from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
 from lab.references.errors import Comparison, compare, relative_l2
 from lab.references.plain_attention import attention, eager_attention
+from lab.references.ragged_attention import trtllm_ragged_attention_deepseek
 from lab.references.softmax_attention import visible_keys
 
 __all__ = [

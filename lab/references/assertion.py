@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,14 +94,9 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    if not isinstance(out, Tensor):
-        return [f"the output is of type {type(out).__name__}, not a tensor"]
-    expected = (*call.query.shape[:-1], problem.v_head_dim)
-    rows = (problem.num_rows, problem.num_qo_heads, problem.v_head_dim)
-    if tuple(out.shape) not in (expected, rows):
-        return [f"the output is {list(out.shape)}, not {list(expected)}"]
-    if out.device != problem.query.device:
-        return [f"the output is on {out.device}, not on {problem.query.device}"]
+    shapes = [(*query.shape[:-1], problem.v_head_dim) for query in (call.query, problem.query)]
+    if misfit := _misfit("the output", out, shapes, problem.query.device):
+        return [misfit]
     if out.numel() and out.data_ptr() == problem.query.data_ptr():
         raise ValueError("out lies in the query's memory, so that the query is gone: pass a copy of the query here")
     if not out.dtype.is_floating_point:
@@ -108,6 +104,14 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
     if check_dtype and out.dtype != problem.out_dtype:
         return [f"the output is {out.dtype}, not {problem.out_dtype} (check_dtype=False allows it)"]
     return []
+
+
+def _misfit(what: str, result: Any, shapes: Sequence[tuple[int, ...]], device: torch.device) -> str:
+    if not isinstance(result, Tensor):
+        return f"{what} is of type {type(result).__name__}, not a tensor"
+    if tuple(result.shape) not in shapes:
+        return f"{what} is {list(result.shape)}, not {list(shapes[0])}"
+    return "" if result.device == device else f"{what} is on {result.device}, not on {device}"
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
@@ -119,12 +123,9 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    if not isinstance(lse, Tensor):
-        return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
-    if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
-        return [f"the LSE is {list(lse.shape)}, not {list(problem.query.shape[:-1])}"]
-    if lse.device != problem.query.device:
-        return [f"the LSE is on {lse.device}, not on {problem.query.device}"]
+    shapes = [tuple(query.shape[:-1]) for query in (problem.query, call.query)]
+    if misfit := _misfit("the LSE", lse, shapes, problem.query.device):
+        return [misfit]
     if truth is None:
         return []
     rows = lse.flatten(0, -2)[: len(truth.lse_log2)]

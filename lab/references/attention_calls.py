@@ -1,17 +1,16 @@
-"""FlashInfer's attention functions in float64, with the same names and parameters, over paged and over contiguous K/V."""
+"""FlashInfer's attention functions over a paged K/V cache in float64, with the same names and parameters."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, Problem, RaggedContextCall, takes
+from lab.calls import ContextCall, DecodeCall, DSV4DecodeCall, MLADecodeCall, Problem, takes
 from lab.calls.entry import with_own_settings
 from lab.references.softmax_attention import PIECE_ELEMENTS, rounded, solved_requests
-from lab.references.truth import inputs_of, selects_keys
+from lab.references.truth import inputs_of, rows_of, selects_keys
 
 
 @takes(DecodeCall)
@@ -79,23 +78,6 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
     return call.returned(out)
 
 
-@takes(RaggedContextCall)
-@with_own_settings
-def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention over contiguous K/V in float64. An MLA prefill with up-projected K and V (no absorbed weights) makes
-    this call over the new tokens, and over chunks of the cached prefix.
-
-    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.RaggedContextCall` documents. In
-    addition, `out` may be float64, so that the result is not rounded, and head_dims may have any size. Wrong arguments raise an
-    error before any arithmetic. The host reads lengths.
-
-    Returns:
-        out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
-    """
-    problem = call.problem()
-    return problem.returned(*attention_of(problem))
-
-
 def attention_of(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """Return (output, LSE in base 2 or None) of a checked problem, computed in float64 and rounded once. The output is
     [num_rows, num_qo_heads, v_head_dim] in `problem.out_dtype`, the LSE float32 [num_rows, num_qo_heads]. Padding rows have the
@@ -112,12 +94,12 @@ def attention_of(problem: Problem) -> tuple[Tensor, Tensor | None]:
 def _write_attention(problem: Problem) -> None:
     if selects_keys(problem):
         problem = problem.of_rows()
-    (out, lse_log2), offsets = problem.results(), problem.row_offsets()
-    out[offsets[-1] :] = 0
+    (out, lse_log2), end = problem.results(), problem.row_offsets()[-1]
+    out[end:] = 0
     if lse_log2 is not None:
-        lse_log2[offsets[-1] :] = -math.inf
+        lse_log2[end:] = -math.inf
     for requests in _together(problem):
-        rows = torch.cat([torch.arange(offsets[request], offsets[request + 1]) for request in requests]).to(out.device)
+        rows = rows_of(problem, requests)
         for places, piece, piece_lse_log2, *_ in solved_requests(*inputs_of(problem, requests)):
             out[rows[places]] = rounded(piece, out.dtype)
             if lse_log2 is not None:

@@ -163,19 +163,12 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
     return len(own), [tokens[own[i]] // size // page_size for i in range(0, len(own), page_size)]
 
 
-@dataclass(frozen=True)
-class DSAForwardMetadata:
-    """The expected lengths and K/V pool indices of the selected entries, by query row, of a sparse MLA decode call."""
-
-    seq_lens: list[int]
-    places: list[list[int]]
-
-
 def dsa_forward_metadata(
     batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
-) -> DSAForwardMetadata:
+) -> tuple[list[int], list[list[int]]]:
     """Return the expected metadata of one forward pass of DeepSeek sparse attention, in which a query row sees only selected
-    tokens. In the call each row is a request. In a mode with drafts, all requests must have equally many rows.
+    tokens: (lengths, K/V pool indices of the selected entries), by query row of a sparse MLA decode call. In the call each row
+    is a request. In a mode with drafts, all requests must have equally many rows.
 
     `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none; nothing is selected
     for later rows, such as padding. Whole groups of `index_kpool` positions are selected, at most `index_topk` positions per
@@ -197,16 +190,16 @@ def dsa_forward_metadata(
     if places and not is_decode:
         seq_lens += [0] * (batch.num_tokens - len(places))
         places += [[]] * (batch.num_tokens - len(places))
-    return DSAForwardMetadata(seq_lens, [row + [-1] * (columns - len(row)) for row in places])
+    return seq_lens, [row + [-1] * (columns - len(row)) for row in places]
 
 
-def dsa_metadata_of_rank(metadata: DSAForwardMetadata, size: int, rank: int) -> DSAForwardMetadata:
-    """Return the part of the metadata that belongs to one of `size` GPUs in decode context parallelism: for each query row the
-    number of entries in this GPU's cache, and their indices in this cache, followed by -1.
+def dsa_metadata_of_rank(places: list[list[int]], size: int, rank: int) -> tuple[list[int], list[list[int]]]:
+    """Return the part of `places`, the selected entries of each query row, that belongs to one of `size` GPUs in decode context
+    parallelism: (number of entries of each row in this GPU's cache, their indices in this cache, followed by -1).
     """
-    own = [[at // size for at in row if at >= 0 and at % size == rank] for row in metadata.places]
-    padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, metadata.places, strict=True)]
-    return DSAForwardMetadata([len(row) for row in own], padded)
+    own = [[at // size for at in row if at >= 0 and at % size == rank] for row in places]
+    padded = [row + [-1] * (len(every) - len(row)) for row, every in zip(own, places, strict=True)]
+    return [len(row) for row in own], padded
 
 
 @dataclass(frozen=True)
@@ -258,19 +251,13 @@ def dsv4_forward_metadata(
     return DSV4ForwardMetadata([seen for _, seen in rows], table, list(boundaries), lasts)
 
 
-@dataclass(frozen=True)
-class BlockSparseForwardMetadata:
-    """The expected K/V pool slots of a block-sparse decode, [K/V head][query row][key], and each row's number of keys."""
+def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> tuple[list[int], list[list[list[int]]]]:
+    """Return the expected metadata of one decode or target verify of MiniMax-M3: (number of keys of each query row, K/V pool
+    slots [K/V head][query row][key]). In the call each query row is a request.
 
-    seq_lens: list[int]
-    slots: list[list[list[int]]]
-
-
-def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> BlockSparseForwardMetadata:
-    """Return the expected metadata of one decode or target verify of MiniMax-M3. In the call each query row is a request.
-
-    `seq_lens` counts the tokens that a row sees: those up to the row in its own page, and all of at most 15 earlier pages; 1
-    for a row that sees no token. `topk_pages`, int [num_kv_heads, num_rows, 16]: page table columns of the row, -1 for none.
+    The keys of a row are the tokens that it sees: those up to the row in its own page, and all of at most 15 earlier pages. The
+    number of a row that sees no token is 1. `topk_pages`, int [num_kv_heads, num_rows, 16], has page table columns of the row,
+    -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]
@@ -284,7 +271,7 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
             for of_head, selected in zip(slots, chosen, strict=True):
                 starts = [page * pool.page_size for page in selected[len(of_head)] if page >= 0]
                 of_head.append([at for start in starts for at in visible[start : start + pool.page_size]])
-    return BlockSparseForwardMetadata(seq_lens, slots)
+    return seq_lens, slots
 
 
 def query_length(batch: Any, i: int) -> int:

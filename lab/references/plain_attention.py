@@ -3,23 +3,29 @@
 `attention` defines the right result of all of FlashInfer's calls.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lab.calls.arguments import check_scale, check_tensor, check_vector, dtype_names
-from lab.calls.entry import takes_fields_of, with_own_settings
-from lab.calls.problem import E4M3, Softmax
+from lab.calls.entry import with_own_settings
+from lab.calls.problem import E4M3, Scale, Softmax
 from lab.references.softmax_attention import rounded, unchecked_attention, unchecked_eager_attention
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ARITHMETIC_DTYPES = (torch.float16, torch.bfloat16, E4M3, torch.float32)
 
 
-@takes_fields_of(Softmax)
 @with_own_settings
-def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **softmax: Any) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    *,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute grouped-query softmax attention in float64.
 
     Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the
@@ -30,7 +36,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **so
         keys: [batch, kv_len, num_kv_heads, head_dim], dequantised, and finite even where not visible.
         values: [batch, kv_len, num_kv_heads, v_head_dim], dequantised, and finite even where not visible.
         visible: bool [batch, q_len, kv_len], True for the keys that a row sees.
-        softmax: bmm1_scale and bmm2_scale, the factors of Q·K^T and of P·V, 1 if left out; and sinks, [num_qo_heads].
+        bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
+        sinks: [num_qo_heads].
 
     Returns:
         out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of
@@ -39,12 +46,11 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, **so
     Raises:
         TypeError, ValueError: a type, dtype, shape or device is wrong, or on a CPU a query, sink or scale is NaN.
     """
-    terms = Softmax(**softmax)
+    terms = Softmax(bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
     check_plain(query, keys, values, visible, terms)
     return unchecked_attention(query, keys, values, visible, terms)
 
 
-@takes_fields_of(Softmax)
 @with_own_settings
 def eager_attention(
     query: Tensor,
@@ -54,7 +60,9 @@ def eager_attention(
     *,
     arithmetic: torch.dtype,
     out_dtype: torch.dtype,
-    **softmax: Any,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in low precision, [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`. This output is the control:
     the error of a right kernel may be a small multiple of the control's error.
@@ -65,13 +73,14 @@ def eager_attention(
     Args:
         query, keys, values: [batch, tokens, heads, head_dim], any float dtype, dequantised.
         visible: bool [batch, q_len, kv_len], True for the keys that a row sees.
-        softmax: bmm1_scale and bmm2_scale, the factors of Q·K^T and of P·V, 1 if left out; and sinks, [num_qo_heads].
+        bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
+        sinks: [num_qo_heads].
         arithmetic: dtype of the operands of Q·K^T and of P·V: float16, bfloat16, e4m3 or float32.
     """
     check_arithmetic(arithmetic)
     if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:
         raise TypeError(f"out_dtype must be a float dtype, got {out_dtype!r}")
-    terms = Softmax(**softmax)
+    terms = Softmax(bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
     check_plain(query, keys, values, visible, terms)
     return rounded(unchecked_eager_attention(query, keys, values, visible, terms, arithmetic), out_dtype)
 

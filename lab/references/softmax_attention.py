@@ -21,7 +21,7 @@ E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 # device. Float64 scores then take 0.5 GiB on a CPU. It is larger on a GPU, where the number of launches limits the speed.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 # K and V of requests that are computed together are copied once more, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
-TOGETHER = 16
+TOGETHER = {"cpu": 16, "cuda": 1}
 # Largest number of elements of K or V in float64 at a time: 4 MiB, which a CPU's cache holds. On a GPU it is 256 MiB, because a
 # tile that fits its L2 is no faster, and each tile costs seven launches (results/nvidia-h200/README.md).
 TILE_ELEMENTS = 2**19
@@ -283,7 +283,7 @@ def solved_requests(
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
-    for requests in _together(query, histories, q_lens, most // TOGETHER):
+    for requests in _together(query, histories, q_lens, most // TOGETHER[query.device.type]):
         rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         keys, values = stacked([histories[request] for request in requests])

@@ -40,10 +40,9 @@ def truth_of_problem(
         return Truth.of_heads([truth_of_problem(each, arithmetic, requests=requests) for each in of_heads])
     chosen = range(problem.batch_size) if requests is None else requests
     if selects_keys(problem):
-        offsets = problem.row_offsets()
-        rows = [row for request in chosen for row in range(offsets[request], offsets[request + 1])]
-        truth = truth_of_problem(problem.of_rows(), arithmetic, requests=rows)
-        return with_requests(truth, [offsets[request + 1] - offsets[request] for request in chosen])
+        truth = truth_of_problem(problem.of_rows(), arithmetic, requests=rows_of(problem, chosen).tolist())
+        q_lens = problem.q_lens()
+        return with_requests(truth, [q_lens[request] for request in chosen])
     return truth_of_requests(*inputs_of(problem, chosen, arithmetic, histories))
 
 
@@ -59,12 +58,17 @@ def inputs_of(
     histories: Sequence[History] | None = None,
 ) -> tuple[Tensor, list[History], list[int], Rules]:
     """Return the arguments of `truth_of_requests` for some requests of a problem, none of whose rows select keys."""
-    offsets = problem.row_offsets()
-    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in requests])
-    q_lens = [offsets[request + 1] - offsets[request] for request in requests]
+    q_lens, query = problem.q_lens(), problem.query[rows_of(problem, requests)]
     shown = None if problem.mask is None else shown_draft_tokens(problem.mask.to(torch.int32)[list(requests)])
     read = histories_of(problem, requests) if histories is None else list(histories)
-    return query, read, q_lens, Rules.of(problem, arithmetic, shown)
+    return query, read, [q_lens[request] for request in requests], Rules.of(problem, arithmetic, shown)
+
+
+def rows_of(problem: Problem, requests: Sequence[int]) -> Tensor:
+    """Return the indices of the requests' query rows, int64 on the query's device."""
+    offsets = problem.row_offsets()
+    rows = [row for request in requests for row in range(offsets[request], offsets[request + 1])]
+    return torch.tensor(rows, dtype=torch.int64, device=problem.query.device)
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
@@ -78,12 +82,13 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     v_factors = problem.v_scale_factors
     if v_factors is not None and problem.v_scale_factors_interleaved:
         v_factors = deinterleave_v_scale_factors(v_factors.view(torch.uint8)).view(E4M3)
-    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, v_factors))
-    histories = []
-    for places in places_of_requests(problem, chosen):
-        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
-        histories.append((k, v))
-    return histories
+    if not (of_requests := places_of_requests(problem, chosen)):
+        return []
+    lens = [len(places) for places, _ in of_requests]
+    k_places, v_places = (torch.cat(places) for places in zip(*of_requests, strict=True))  # few launches on a GPU
+    keys = _entries(problem.k_cache, problem.k_scale_factors, k_places, problem.page_size)
+    values = _entries(problem.v_cache, v_factors, v_places, problem.page_size)
+    return list(zip(keys.split(lens), values.split(lens), strict=True))
 
 
 def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:

@@ -46,15 +46,15 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
     topk = select(batch, generator)
     with ForbidHostReads():
         metadata = build_block_sparse_metadata(batch, pool, HEADS)
-    expected = block_sparse_forward_metadata(batch, pool, topk)
-    assert metadata.seq_lens.tolist() == [expected.seq_lens] * HEADS
-    assert list(map(num_seen, metadata.query_seq_lens.tolist())) == expected.seq_lens
+    expected_lens, expected_slots = block_sparse_forward_metadata(batch, pool, topk)
+    assert metadata.seq_lens.tolist() == [expected_lens] * HEADS
+    assert list(map(num_seen, metadata.query_seq_lens.tolist())) == expected_lens
     assert {metadata.seq_lens.dtype, metadata.block_tables.dtype, metadata.page_table.dtype} == {torch.int32}
     assert metadata.seq_lens.is_contiguous()
     assert metadata.block_tables.is_contiguous()
     cache = pool.new_cache(HEADS, DIM, torch.float64, layout)
     cache.storage.normal_(generator=generator)
-    rows = len(expected.seq_lens)
+    rows = len(expected_lens)
     query = torch.randn(rows + 2, HEADS * GROUP, DIM, dtype=torch.float64, generator=generator)
     out = torch.full_like(query, 9.0)
     selected = torch.zeros_like(topk)
@@ -67,7 +67,7 @@ def test_attention_over_the_selected_pages(mode: ForwardMode, layout: KVLayout) 
     k, v = (side.transpose(1, 2).reshape(-1, HEADS, DIM) for side in cache.as_hnd())
     for row in range(rows):
         for head in range(HEADS):
-            own, of_head = expected.slots[head][row], slice(head * GROUP, (head + 1) * GROUP)
+            own, of_head = expected_slots[head][row], slice(head * GROUP, (head + 1) * GROUP)
             weights = torch.softmax(0.3 * query[row, of_head] @ k[own, head].T, dim=-1)
             torch.testing.assert_close(out[row, of_head], weights @ v[own, head], rtol=1e-12, atol=1e-12)
 

@@ -14,7 +14,7 @@ from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.context_parallel import DecodeContextParallel
 from lab.metadata.mla.dsa import DSABackend, Indexer, build_dsa_metadata, count_entries
 from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, build_dsv4_metadata
-from lab.references.forward_metadata import DSAForwardMetadata, dsa_forward_metadata, dsa_metadata_of_rank
+from lab.references.forward_metadata import dsa_forward_metadata, dsa_metadata_of_rank
 from lab.workloads.inputs.expected_metadata import wrong_dsv4_metadata
 from tests.metadata.batches import EXTENDS, Case, all_modes, build, drawn_cases, of_mla
 from tests.metadata.host_reads import ForbidHostReads
@@ -36,12 +36,12 @@ def test_dsa_equals_the_loops(case: Case, topk: int, group: int, missing: int) -
     rows = max(0, len(metadata.seq_lens) - missing)
     generator = torch.Generator().manual_seed(case.seed)
     positions = torch.randint(-1, case.max_context_len, (rows, topk), generator=generator, dtype=torch.int32)
-    expected = dsa_forward_metadata(batch, pool, positions, index_topk=topk, index_kpool=group)
+    expected_lens, expected_places = dsa_forward_metadata(batch, pool, positions, index_topk=topk, index_kpool=group)
     own = sum(batch.extend_seq_lens_cpu) if batch.extend_seq_lens_cpu else batch.num_tokens
     places = metadata.places(positions)
-    assert metadata.seq_lens.tolist() == expected.seq_lens
+    assert metadata.seq_lens.tolist() == expected_lens
     assert (metadata.seq_lens.dtype, places.dtype) == (torch.int32, torch.int32)
-    assert places.tolist()[:own] == expected.places[:own]
+    assert places.tolist()[:own] == expected_places[:own]
     assert (places[own:] == -1).all()
     longest = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
     rows = case.new if case.mode is ForwardMode.TARGET_VERIFY else 0
@@ -58,12 +58,11 @@ def test_a_ranks_entries_equal_the_loops(case: Case, topk: int, size: int, per_r
     rows = len(metadata.seq_lens)
     positions = torch.randint(-1, case.max_context_len, (rows, topk), generator=generator, dtype=torch.int32)
     places = metadata.places(positions)
-    whole = DSAForwardMetadata([], places.tolist())
     for rank in range(size):
         own, lens = DecodeContextParallel(size, rank).own_entries(places)
-        expected = dsa_metadata_of_rank(whole, size, rank)
+        expected = dsa_metadata_of_rank(places.tolist(), size, rank)
         assert (own.dtype, lens.dtype) == (torch.int32, torch.int32)
-        assert (own.tolist(), lens.tolist()) == (expected.places, expected.seq_lens)
+        assert (lens.tolist(), own.tolist()) == expected
 
 
 def test_a_page_of_the_widened_pool_has_as_many_tokens_on_each_gpu() -> None:

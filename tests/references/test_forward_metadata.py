@@ -8,8 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.references.forward_metadata import (
-    BlockSparseForwardMetadata,
-    DSAForwardMetadata,
     DSV4ForwardMetadata,
     MLAForwardMetadata,
     block_sparse_forward_metadata,
@@ -195,7 +193,7 @@ def test_a_row_of_sparse_mla_has_the_slots_that_it_selects(
 ) -> None:
     topk, kpool = groups
     found = dsa_forward_metadata(given, pool(), torch.tensor(selected), index_topk=topk, index_kpool=kpool)
-    assert found == DSAForwardMetadata(lens, places)
+    assert found == (lens, places)
 
 
 # The slots of the first five tokens in the sliding-window pool, from the last to the first.
@@ -276,7 +274,7 @@ def test_a_row_of_deepseek_v4_has_its_window_and_the_entries_of_its_request(
 def test_a_block_sparse_row_counts_16_pages_and_has_the_slots_of_those_that_each_head_selects() -> None:
     extend = batch("EXTEND", [1, 65], [3, 2])
     pages = torch.tensor([[[0, -1], [0, -1], [0, 1], [1, -1], [-1, 2]], [[-1, -1]] * 4 + [[2, 0]]])
-    assert block_sparse_forward_metadata(extend, pool(), pages) == BlockSparseForwardMetadata(
+    assert block_sparse_forward_metadata(extend, pool(), pages) == (
         [1, 1, 1, 64, 61],
         [
             [[], [], [20], [24, 25, 26, 27], [16, 17, 18, 19]],
@@ -285,9 +283,7 @@ def test_a_block_sparse_row_counts_16_pages_and_has_the_slots_of_those_that_each
     )
     steps = batch("DECODE", [4, 1], **STEP)
     pages = torch.tensor([[[1, 0], [0, -1]]])
-    assert block_sparse_forward_metadata(steps, pool(), pages) == BlockSparseForwardMetadata(
-        [6, 3], [[[8, 9, 20, 21, 22, 23], [12, 13, 14]]]
-    )
+    assert block_sparse_forward_metadata(steps, pool(), pages) == ([6, 3], [[[8, 9, 20, 21, 22, 23], [12, 13, 14]]])
 
 
 def test_prebuilt_has_no_metadata() -> None:

@@ -183,16 +183,17 @@ def wrong_eager_mla_metadata(
 def wrong_block_sparse_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: BlockSparseMetadata, topk_pages: torch.Tensor
 ) -> str:
-    lens = block_sparse_forward_metadata(batch, pool, topk_pages).seq_lens
+    lens, _ = block_sparse_forward_metadata(batch, pool, topk_pages)
     of_rows = metadata.seq_lens[:, : len(lens)].tolist()
     return _first_difference({"seq_lens": (of_rows, [lens] * len(topk_pages))})
 
 
 def wrong_dsa_metadata(batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor) -> str:
-    expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=topk_indices.shape[1])
-    lens = _leading("seq_lens", metadata.seq_lens, expected.seq_lens)
-    places = _leading("the places of the selected entries", metadata.places(topk_indices), expected.places)
-    return _first_difference(lens | places)
+    lens, places = dsa_forward_metadata(batch, pool, topk_indices, index_topk=topk_indices.shape[1])
+    pairs = _leading("seq_lens", metadata.seq_lens, lens)
+    return _first_difference(
+        pairs | _leading("the places of the selected entries", metadata.places(topk_indices), places)
+    )
 
 
 def wrong_dsv4_metadata(

@@ -219,7 +219,7 @@ class DSAReplayFixture(SelectingFixture, MLAReplayFixture):
 
     def _select(self, batch: ForwardBatch) -> None:
         none, every = self.topk_indices[:0], self.case.max_context_len
-        seen = dsa_forward_metadata(batch, self.pool, none, index_topk=every).seq_lens
+        seen, _ = dsa_forward_metadata(batch, self.pool, none, index_topk=every)
         self.selected = draw_positions(seen, self.topk_indices.shape[1], self.generator)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:

@@ -137,7 +137,7 @@ def dsa_server_batch(load: Load, batch: ForwardBatch) -> Any:
 def selections(batch: ForwardBatch, pool: KVPool, width: int, seed: int, packed: bool = False) -> Tensor:
     """Draw positions for each row, as many as fit or fewer, -1 anywhere; packed: only at the end."""
     generator = torch.Generator().manual_seed(seed)
-    seen = dsa_forward_metadata(batch, pool, torch.empty(0, 1), index_topk=2**20).seq_lens
+    seen, _ = dsa_forward_metadata(batch, pool, torch.empty(0, 1), index_topk=2**20)
     rows = torch.full((len(seen), width), -1, dtype=torch.int32)
     for row, count in zip(rows, seen, strict=True):
         own = torch.randperm(count, generator=generator)[: int(torch.randint(width + 1, (), generator=generator))]
