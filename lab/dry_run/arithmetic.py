@@ -152,11 +152,11 @@ class _Attention:
         covered = torch.zeros(shape, dtype=torch.bool)
         for first_row, end in itertools.pairwise(problem.row_offsets()):
             covered[first_row : min(end, first_row + params.max_num_ctas_q * params.num_tokens_per_cta_q)] = True
-        result, lse_log2 = attention_of(problem)
-        _, keys_lse_log2 = attention_of(replace(problem, sinks=None)) if problem.sinks is not None else (None, lse_log2)
+        result, lse_log2 = attention_of(replace(problem, sinks=None))
         assert lse_log2 is not None
-        assert keys_lse_log2 is not None
-        is_written = covered & (keys_lse_log2 > -math.inf)
+        is_written = covered & (lse_log2 > -math.inf)  # the rows that see a key
+        if problem.sinks is not None:
+            result, _ = attention_of(problem)  # also writes `lse_log2`, which is the problem's
         out[is_written] = rounded(result[is_written], kernel.dtypes["O"])
         if params.ptr_softmax_stats:
             stats = self.memory.array("the statistics", params.ptr_softmax_stats, (*shape, 2), torch.float32)
@@ -201,14 +201,18 @@ class _Attention:
             return RaggedAttention(**given, key=self._unpaged("K"), value=self._unpaged("V"))
         if kernel.is_sparse:
             return self._selecting(given)
-        k, v = (self._pages(f"tma{side}_", kernel.dtypes[side]) for side in "KV")
-        if kernel.dtypes["K"] == torch.uint8:
-            given["k_scale_factors"], given["v_scale_factors"] = (self._pages(f"tma{side}Sf_", E4M3) for side in "KV")
-            given["v_scale_factors_interleaved"] = True
         shared, width = params.uses_shared_paged_kv_idx is not False or by_head, params.max_num_pages_per_seq_kv
         shape = (*self._by_head(batch), width) if shared else (batch, 2, width)
         tables = array("the page table", params.ptr_page_idx_kv, shape, torch.int32)
         k_tables, v_tables = (tables, tables) if shared else (tables[:, 0], tables[:, 1])
+        pages = -(-given["seq_lens"].unsqueeze(-1) >> params.num_tokens_per_page_log2)
+        ids = torch.stack((k_tables, v_tables)).masked_fill(torch.arange(width) >= pages, -1)
+        count = int(ids.amax()) + 1 if ids.numel() else 0
+        k, v = (self._pages(f"tma{side}_", kernel.dtypes[side], count) for side in "KV")
+        if kernel.dtypes["K"] == torch.uint8:
+            factors = (self._pages(f"tma{side}Sf_", E4M3, count) for side in "KV")
+            given["k_scale_factors"], given["v_scale_factors"] = factors
+            given["v_scale_factors_interleaved"] = True
         v = v[..., : kernel.head_dim_v // (2 if kernel.dtypes["V"] == torch.uint8 else 1)]  # in MLA a part of K
         return PagedAttention(**given, k_cache=k, v_cache=v, k_block_tables=k_tables, v_block_tables=v_tables)
 
@@ -261,18 +265,22 @@ class _Attention:
         whole = self._view(f"tma{side}_", self.kernel.dtypes[side], (1, heads, tokens, width))
         return whole[0].transpose(0, 1)[..., :head_dim]
 
-    def _pages(self, descriptor: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the pages as stored (NVFP4: two elements per byte), [num_pages, num_kv_heads, page_size, elements]."""
+    def _pages(self, descriptor: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return the first pages as stored (NVFP4: two elements per byte), [count, num_kv_heads, page_size, elements]."""
         # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
         row_elements, rows, heads, pages = self.maps[descriptor].dims
+        if count > pages:
+            raise UnsoundLaunchError(f"the page table names page {count - 1}, and {descriptor} has {pages} pages")
         if self.maps[descriptor].dtype.startswith("16u4"):  # the descriptor counts NVFP4 elements, two per byte
             row_elements //= 2
-        stored = self._view(descriptor, dtype, (pages, heads, rows, row_elements))
-        return stored.reshape(pages, heads, 1 << self.params.num_tokens_per_page_log2, -1)
+        page_size = 1 << self.params.num_tokens_per_page_log2
+        stored = self._view(descriptor, dtype, (count, heads, rows, row_elements))
+        return stored.reshape(count, heads, page_size, row_elements * rows // page_size)
 
     def _entries(self, descriptor: str, cells: torch.Tensor) -> torch.Tensor:
         """Return the pool's entries up to the last one of `cells`, as pages of one token, [num_entries, 1, 1, head_dim]."""
-        tensor_map, dtype, count = self.maps[descriptor], self.kernel.dtypes["K"], int(cells.amax()) + 1
+        tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
+        count = int(cells.amax()) + 1 if cells.numel() else 0
         shape, (row_bytes,) = (count, tensor_map.dims[0]), tensor_map.strides_bytes
         strides_bytes = (row_bytes, dtype.itemsize)
         return self.memory.view("K's entries", tensor_map.address, shape, strides_bytes, dtype)[:, None, None]
