@@ -154,7 +154,7 @@ class _Attention:
             covered[first_row : min(end, first_row + params.max_num_ctas_q * params.num_tokens_per_cta_q)] = True
         result, lse_log2 = attention_of(replace(problem, sinks=None))
         assert lse_log2 is not None
-        is_written = covered & (lse_log2 > -math.inf)  # the rows that see a key
+        is_written = covered & (lse_log2 != -math.inf)  # the rows that see a key
         if problem.sinks is not None:
             result, _ = attention_of(problem)  # also writes `lse_log2`, which is the problem's
         out[is_written] = rounded(result[is_written], kernel.dtypes["O"])
