@@ -12,7 +12,6 @@ comments say so.
 """
 
 import ctypes
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -143,25 +142,25 @@ class _Attention:
 
     def run(self) -> None:
         params, kernel, shape = self.params, self.kernel, (self.params.sum_of_seq_lens_q, self.params.num_heads_q)
-        out = self.memory.array("the output", params.ptr_o, (*shape, kernel.head_dim_v), kernel.dtypes["O"])
         try:
             problem = self._problem()
             problem.check_values()
         except ValueError as error:
             raise UnsoundLaunchError(str(error)) from error
-        covered = torch.zeros(shape, dtype=torch.bool)
-        for first_row, end in itertools.pairwise(problem.row_offsets()):
-            covered[first_row : min(end, first_row + params.max_num_ctas_q * params.num_tokens_per_cta_q)] = True
+        covered = params.max_num_ctas_q * params.num_tokens_per_cta_q  # rows of a request
+        if (longest := max(problem.q_lens(), default=0)) > covered:
+            raise UnsoundLaunchError(f"a request has {longest} query rows, and the grid covers {covered}")
         result, lse_log2 = attention_of(replace(problem, sinks=None))
         assert lse_log2 is not None
-        is_written = covered & (lse_log2 != -math.inf)  # the rows that see a key
+        is_written = lse_log2 != -math.inf  # the rows that see a key
         if problem.sinks is not None:
             result, _ = attention_of(problem)  # also writes `lse_log2`, which is the problem's
+        out = self.memory.array("the output", params.ptr_o, (*shape, kernel.head_dim_v), kernel.dtypes["O"])
         out[is_written] = rounded(result[is_written], kernel.dtypes["O"])
         if params.ptr_softmax_stats:
             stats = self.memory.array("the statistics", params.ptr_softmax_stats, (*shape, 2), torch.float32)
             if not kernel.is_context:
-                stats[covered] = 0.0  # the LSE of these statistics is minus infinity
+                stats.zero_()  # the LSE of these statistics is minus infinity
             lse = lse_log2[is_written] / LOG2_E
             stats[is_written] = torch.stack((lse, torch.ones_like(lse)), -1).float()  # the same LSE as of m and d
 

@@ -1,12 +1,14 @@
 """Attention computed from launches alone is what the references compute, of the dtypes that no forward pass has."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lab.dry_run.arithmetic import HostMemory, UnsoundLaunchError
+from lab.dry_run.arithmetic import HostMemory, UnsoundLaunchError, compute
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
@@ -59,6 +61,28 @@ def test_offsets_of_keys_may_count_pages() -> None:
     in_pages = case(CONTEXT, *REQUESTS, with_key_offsets(lambda lens: num_pages(lens, 64)), **options)
     with machine("b200", computes=True):
         assert_rounded(trtllm, CONTEXT, in_pages)
+
+
+@NEEDS_A_LAUNCHER
+def test_a_row_without_keys_has_the_lse_of_no_key() -> None:
+    arguments = case(DECODE, (1, 1), (0, 5), heads=(8, 2), head_dim=64, page_size=64, bmm1_scale=0.1, return_lse=True)
+    with machine("b200", computes=True):
+        _, lse = trtllm.trtllm_batch_decode_with_kv_cache(**arguments)
+    assert lse[0].eq(-math.inf).all()
+    assert lse[1].isfinite().all()
+
+
+@NEEDS_A_LAUNCHER
+def test_rows_that_no_cta_computes_are_found() -> None:
+    arguments = case(CONTEXT, *REQUESTS, heads=(8, 2), head_dim=64, page_size=64, bmm1_scale=0.1)
+    with machine("b200", computes=True) as gpu:
+        trtllm.trtllm_batch_context_with_kv_cache(**arguments)
+        (launch,) = gpu.launches
+    assert launch.params is not None
+    given = [part for value in arguments.values() for part in (value if isinstance(value, tuple) else (value,))]
+    memory = HostMemory.of(each for each in given if isinstance(each, Tensor))
+    with pytest.raises(UnsoundLaunchError, match="a request has 2 query rows, and the grid covers 0"):
+        compute([replace(launch, params=replace(launch.params, max_num_ctas_q=0))], memory)
 
 
 @pytest.mark.parametrize(
