@@ -3,7 +3,7 @@
 There are two sources: the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h), and the table in which
 the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; error sentences that depend
 on this table name it. Kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8, 16 or 32 heads, are supported too:
-a later table is known to have them. `lab.dry_run.sweep` and `sweep_dsv4` compare this module with the launcher.
+a later table is known to have them. `lab.dry_run.sweep` compares this module with the launcher.
 """
 
 from collections.abc import Callable, Mapping
