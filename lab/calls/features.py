@@ -92,3 +92,9 @@ FIELDS: dict[str, Asks] = {
 }
 
 UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
+
+
+def features_of_fields(problem: Any) -> frozenset[Feature]:
+    """Return the features that a kernel must support to compute the problem. No tensor's contents are read."""
+    tests = (FIELDS.get(name, UNDECLARED) for name in vars(problem))  # one mapping per field
+    return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(problem))

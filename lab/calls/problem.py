@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lab.calls.features import FIELDS, UNDECLARED, Feature
+from lab.calls.features import Feature, features_of_fields
 from lab.calls.selection import check_selection, columns_in_use, entries_first
 from lab.names import LATENT_CALLS as LATENT_CALLS
 from lab.names import AttentionCall
@@ -129,8 +129,7 @@ class AttentionProblem(Softmax):
 
     def features(self) -> frozenset[Feature]:
         """Return the features that a kernel must support to compute the problem. No tensor's contents are read."""
-        tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
-        return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
+        return features_of_fields(self)
 
     def check_values(self) -> None:
         """Check lengths, offsets and page ids, which are contents of tensors.

@@ -19,7 +19,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_earlier, read_request, read_shapes
+from lab.checks.explain.request_features import TILE, read_batch, read_requests, read_shapes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -62,11 +62,8 @@ class CallFeatures:
     ) -> "CallFeatures":
         """Add the features that follow from lengths to `features`. For a call without pages, `page_size` is `TILE`."""
         selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
-        rows = read_earlier(kv_lens, q_lens, int(features.get("group", 0)))
-        of_requests = tuple(
-            kept(read_request(request, kv_lens, q_len, page_size, window_left) | of_rows | entries)
-            for request, (q_len, of_rows, entries) in enumerate(zip(q_lens, rows, selected, strict=True))
-        )
+        read = read_requests(kv_lens, q_lens, page_size, window_left, int(features.get("group", 0)))
+        of_requests = tuple(kept(each | entries) for each, entries in zip(read, selected, strict=True))
         of_batch = kept(read_batch(kv_lens, q_lens, page_size, window_left))
         return cls({**features, **of_batch}, of_requests, tuple(q_lens), selected)
 

@@ -10,6 +10,13 @@ from lab.checks.explain.features import ROW_BLOCKS, TILES, WINDOW_TILES
 TILE = 64  # keys that many kernels load at a time
 
 
+def read_requests(
+    kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int, group: int
+) -> list[Read]:
+    of_rows = zip(q_lens, read_earlier(kv_lens, q_lens, group), strict=True)
+    return [read_request(at, kv_lens, q_len, page_size, window_left) | read for at, (q_len, read) in enumerate(of_rows)]
+
+
 def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
     kv_len = kv_lens[request]
     # Index of the first key in the window of the request's last row, and of its first row; 0 or less if no key is hidden
