@@ -3,7 +3,9 @@
 import gc
 import importlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from tests.gpus import WORKER, take_own_gpu, visible_gpus
 
@@ -28,13 +30,33 @@ if not torch.cuda.is_available():
 pytest_plugins = ("lab.pytest_plugin", "pytester")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_watch_of_operators() -> Iterator[None]:
-    """Leave out the comparison of torch's operators, a third of a small case's time. Workers and `test_integrity` make it."""
+@contextmanager
+def _replaced(names: Mapping[str, Any]) -> Iterator[None]:
     from lab import integrity
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "_overloads", lambda name: [])
+        for name, value in names.items():
+            patch.setattr(integrity, name, value)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watch() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Leave out the comparison of what a kernel in this process may change, a third of a small case's time; return a context
+    in which it is made. Workers make it always.
+    """
+    from lab import integrity
+
+    nothing: dict[str, Any] = {"_watched": lambda: iter(()), "CLASSES": (), "_overloads": lambda name: []}
+    all_names = {name: getattr(integrity, name) for name in nothing}
+    with _replaced(nothing):
+        yield lambda: _replaced(all_names)
+
+
+@pytest.fixture(scope="module")
+def watched(watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Compare all of it until the end of the module, as `lab judge` does."""
+    with watch():
         yield
 
 
