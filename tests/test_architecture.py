@@ -136,6 +136,17 @@ def test_the_arrows_inside_the_judge_run_one_way() -> None:
     assert not upward
 
 
+# The folders of lab.metadata, and those that each may import: engine knows no backend, and no backend knows the other.
+METADATA = {"engine": set(), "mha": {"engine"}, "mla": {"engine"}, "speculation": {"engine", "mha", "mla"}}
+
+
+@pytest.mark.parametrize("folder", METADATA)
+def test_a_folder_of_metadata_imports_what_is_below_it(folder: str) -> None:
+    for path in (ROOT / "lab" / "metadata" / folder).glob("*.py"):
+        names = (name.split(".") for name in imported_modules(path) if name.startswith("lab.metadata."))
+        assert {parts[2] for parts in names} <= METADATA[folder] | {folder}, path.name
+
+
 MOST_FILES = 12  # outside the family's own files, whose names begin with the call's
 # The names of a family, and the stems of its own files; M3 is the ragged call's own check.
 FAMILIES = {
