@@ -119,7 +119,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert run("dry-run --gpu b200 --markdown -") == 0
     _, table, remarks = capsys.readouterr().out.strip().split("\n\n")
     page = (Path(__file__).parents[2] / "docs" / "evidence" / "blackwell.md").read_text()
-    if remarks not in page:
+    if " ".join(remarks.split()) not in " ".join(page.split()):
         pytest.skip("the page is of other versions of FlashInfer or of its table")
     assert table in page, "write the output of lab dry-run --gpu b200 --markdown - into docs/evidence/blackwell.md"
 
