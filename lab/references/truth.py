@@ -84,10 +84,10 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
         v_factors = deinterleave_v_scale_factors(v_factors.view(torch.uint8)).view(E4M3)
     if not (of_requests := places_of_requests(problem, chosen)):
         return []
-    lens = [len(places) for places, _ in of_requests]
+    lens, page_size = [len(places) for places, _ in of_requests], problem.page_size
     k_places, v_places = (torch.cat(places) for places in zip(*of_requests, strict=True))  # few launches on a GPU
-    keys = _entries(problem.k_cache, problem.k_scale_factors, k_places, problem.page_size)
-    values = _entries(problem.v_cache, v_factors, v_places, problem.page_size)
+    keys = _entries(problem.k_cache, problem.k_scale_factors, k_places, page_size)
+    values = _entries(problem.v_cache, v_factors, v_places, page_size)
     return list(zip(keys.split(lens), values.split(lens), strict=True))
 
 
