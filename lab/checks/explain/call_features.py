@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -144,10 +143,16 @@ def _read_mode(given: Read) -> Read:
     }
 
 
-def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
+def _read_call(
+    interface: AttentionCall,
+    arguments: Mapping[str, Any],
+    problem: Problem,
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+) -> Read:
     query, sinks = problem.query, problem.sinks
     sizes = {name: getattr(problem, name) for name in SIZES}
-    padding_rows, required = problem.num_rows - sum(problem.q_lens()), problem.features()
+    padding_rows, required = problem.num_rows - sum(q_lens), problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
     read: Read = {
         "function": interface,
@@ -187,7 +192,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
         read[f"{name}_small"] = abs(scale) < SMALL_SCALE
     read["equal_bounds"] = problem.max_q_len == problem.max_kv_len
-    for name, lens in (("max_q_len", problem.q_lens()), ("max_kv_len", problem.kv_lens())):
+    for name, lens in (("max_q_len", q_lens), ("max_kv_len", kv_lens)):
         read[f"loose_{name}"] = getattr(problem, name) > max(lens, default=0)
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
@@ -242,12 +247,13 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def _read_bounds(problem: Problem) -> Iterator[Read]:
-    visible = getattr(problem, "num_visible", None)
-    for kv_len, (start, end) in zip(problem.kv_lens(), pairwise(problem.row_offsets()), strict=True):
+def _read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int]) -> Iterator[Read]:
+    visible, end = getattr(problem, "num_visible", None), 0
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
+        start, end = end, end + q_len
         yield {
             "at_kv_bound": kv_len == problem.max_kv_len,
-            "fewer_rows_than_bound": 0 < end - start < problem.max_q_len,
+            "fewer_rows_than_bound": 0 < q_len < problem.max_q_len,
             "unseen_keys": visible is not None and kv_len > 0 and (visible[start:end] == 0).any(),
         }
 
@@ -348,9 +354,9 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
-    more = pages or [Read()] * len(q_lens)
-    of_requests = [{**bounds, **of_pages} for bounds, of_pages in zip(_read_bounds(problem), more, strict=True)]
-    read = _read_call(interface, arguments, problem)
+    bounds = _read_bounds(problem, kv_lens, q_lens)
+    of_requests = [each | of_pages for each, of_pages in zip(bounds, pages or [Read()] * len(q_lens), strict=True)]
+    read = _read_call(interface, arguments, problem, kv_lens, q_lens)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(
         of_case | kept(read), kv_lens, q_lens, arguments.get("window_left", -1), page_size, of_requests

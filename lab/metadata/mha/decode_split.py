@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lab.calls.arguments import check_int
 from lab.calls.problem import AttentionCall
-from lab.kernels import prepare
-from lab.metadata.engine.backend import in_turn
+from lab.kernels import in_turn, prepare
 
 DECODE = AttentionCall.DECODE.value
 

@@ -281,15 +281,16 @@ def test_a_call_of_a_pass_has_the_lengths_of_its_case_and_its_own_entries() -> N
 
 def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     arguments = ARGUMENTS[DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
-    of_call = reading._read_call(DECODE, arguments, DecodeCall(**arguments).problem())
+    decode = DecodeCall(**arguments).problem()
+    of_call = reading._read_call(DECODE, arguments, decode, decode.kv_lens(), decode.q_lens())
     sparse = MLADecodeCall(**sparse_arguments(latent_batch([2], [5]), [[0, -1, 3, 1]] * 2)).problem()
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
-    of_sparse = reading._read_call(MLA, {}, of_rank)
+    of_sparse = reading._read_call(MLA, {}, of_rank, of_rank.kv_lens(), of_rank.q_lens())
     paged = MLADecodeCall(**ARGUMENTS[MLA]).problem()
     (of_selection,), (of_pages,) = (
         reading.read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged)
     )
-    (of_bounds,) = reading._read_bounds(paged)
+    (of_bounds,) = reading._read_bounds(paged, paged.kv_lens(), paged.q_lens())
     of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), 1))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
@@ -445,7 +446,8 @@ def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
     arguments = arguments_of(AttentionCase(DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
     seen = None if visible is None else torch.tensor(visible, dtype=torch.int32)
     problem = replace(DecodeCall(**arguments).problem(), num_visible=seen)
-    assert [bool(each["unseen_keys"]) for each in reading._read_bounds(problem)] == is_unseen
+    read = reading._read_bounds(problem, problem.kv_lens(), problem.q_lens())
+    assert [bool(each["unseen_keys"]) for each in read] == is_unseen
 
 
 @pytest.mark.parametrize(
