@@ -21,17 +21,6 @@ lab/calls/problem.py
 - return self.k_block_tables.dim() == 3
 + return self.k_block_tables.dim() >= 3
 = a call refuses a table that has not two or three dimensions
-lab/checks/explain/call_features.py
-- return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
-+ return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or -1) for name in ("group", "num_kv_heads")}
-= a case without these sizes has no feature of them: -1 & -2 is below 0
-- **{f"multiple_of_{number}_keys": kv_len > 0 and kv_len % number == 0 for number in (64, 512)},
-+ **{f"multiple_of_{number}_keys": kv_len > 1 and kv_len % number == 0 for number in (64, 512)},
-= 1 is no multiple of either
-~ for request, (q_len, of_rows, entries) in enumerate(zip(q_lens, rows, selected, strict=True))
-- "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
-+ "after_no_keys": request > 0 and kv_lens[request - 1] <= 0,
-= a length is not negative
 lab/checks/explain/diagnosis.py
 - share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
 + share = f" All share: {'; '.join(each.phrase('is', False) for each in shared[:MOST_SHARED])}." if shared else ""
@@ -53,6 +42,16 @@ lab/checks/explain/feature.py
 - return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 + return _ALTERNATIVES.sub(lambda found: found[1 if operator <= "is" else 2], self.text)
 = a condition has the tests is and is not alone
+lab/checks/explain/request_features.py
+- **{f"multiple_of_{keys}_keys": kv_len > 0 and kv_len % keys == 0 for keys in TILES},
++ **{f"multiple_of_{keys}_keys": kv_len > 1 and kv_len % keys == 0 for keys in TILES},
+= 1 is no multiple of any
+- "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
++ "after_no_keys": request > 0 and kv_lens[request - 1] <= 0,
+= a length is not negative
+- return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
++ return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or -1) for name in ("group", "num_kv_heads")}
+= a case without these sizes has no feature of them: -1 & -2 is below 0
 lab/kernels/support/peers.py
 - honours=PACKAGES_HONOUR | LSES | {Feature.SINKS},
 + honours=PACKAGES_HONOUR ^ LSES | {Feature.SINKS},
