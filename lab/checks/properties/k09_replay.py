@@ -8,7 +8,7 @@ requests, rows and keys grow, shrink and return to the first values. On a CPU th
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.variants import Maker, made_again
 from lab.checks.run.support_protocol import KernelError, Unsupported
-from lab.metadata.engine.capture import capture
+from lab.metadata.engine.capture import capturing
 from lab.ranges import SEEDS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
@@ -122,7 +122,7 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
         run.expect_close("an eager call between replays", result, between.truth())
     run.expect_equal_bits("a replay after an eager call", replay.again(), before)
     replay.expect("a replay with shorter requests", call_of(shrunk(room), seed=5))
-    run.expect_equal_bits("the first requests again", replay.of(short), kept)
+    run.expect_equal_bits("the first requests again", replay.again(short), kept)
     eager = Replay(run, call_of(room), short, made_again)
     eager.expect_bounded("an eager call, bounded by short requests", short)
     eager.expect_bounded("the next in the same tensors, bounded by longer requests", grown)
@@ -195,14 +195,22 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
     """Capture a call in a CUDA graph, and return a function that replays it. On a CPU, this function makes the call eagerly."""
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:  # None: the call reads offsets on the host
         return made_again(run, call)
-    replay, result = capture(partial(run.call, call), run.device)
-
-    def replayed() -> Result:
-        replay()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the first call compiles kernels and allocates memory, before the capture
+        run.call(call)
         torch.cuda.synchronize()
-        return cast(Result, result)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, stream=stream):
+            result = run.call(call)
+    torch.cuda.current_stream().wait_stream(stream)
 
-    return replayed
+    def replay() -> Result:
+        graph.replay()
+        torch.cuda.synchronize()
+        return result
+
+    return replay
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
@@ -229,7 +237,7 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        result = self.of(batch)
+        result = self.again(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
@@ -241,11 +249,9 @@ class Replay:
         result = self.run.call(self.call, **bounds if bounds.keys() <= self.call.given.keys() else {})
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
-    def of(self, batch: BuiltCall) -> Result:
-        self._load(batch)
-        return self.again()
-
-    def again(self) -> Result:
+    def again(self, batch: BuiltCall | None = None) -> Result:
+        if batch is not None:
+            self._load(batch)
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
