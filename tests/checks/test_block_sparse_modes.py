@@ -12,6 +12,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import forward_modes, graph_replays
 from lab.checks.properties.check import Level
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.block_sparse import BlockSparseBackend
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
@@ -20,6 +21,11 @@ from tests.devices import IN_INTERPRETER
 CPU = torch.device("cpu")
 PASSES = [*forward_modes.block_sparse_cases(Ranges(), (4,))]
 REPLAYS = [case for case in graph_replays.CHECK.cases(AttentionCall.DECODE, Ranges(), Level.SMOKE) if case.block_sparse]
+
+
+def test_decodes_and_verifications_are_passed_and_replayed() -> None:
+    modes = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
+    assert {case.mode for case in PASSES} == {case.mode.forward_mode for case in REPLAYS} == modes
 
 
 def wrongs(case: Any, implementation: Any = references) -> list[str]:

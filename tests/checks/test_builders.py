@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import lab.kernels
 import lab.metadata
 import lab.references
 from corpus.kernels import kernel
+from lab.checks.explain.call_features import features_of_case
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import checks_by_key, draft_lists
 from lab.checks.properties.check import Level
@@ -41,6 +43,19 @@ def test_the_verdict_names_what_a_builder_changed_and_nothing_else(name: str, ke
     judged = (run_case(wrong.implementation(), check, case, torch.device("cpu"), Ranges()) for case in cases)
     found = next(each.wrongs for each in judged if each.wrongs)
     assert {each.split(" changed ")[1] for each in found} == changed, found
+
+
+@pytest.mark.parametrize(
+    ("interface", "kernels"),
+    [(MetadataFunction.DRAFT_KV_INDICES, lab.kernels), (MetadataFunction.MHA_METADATA, lab.metadata)],
+)
+def test_a_result_has_the_features_of_the_batch_and_of_the_configuration(
+    interface: MetadataFunction, kernels: Any
+) -> None:
+    case = Configuration(interface, {"requests": 64})
+    result = run_case(kernels, checks_by_key()["K18"], case, torch.device("cpu"), Ranges()).results[0]
+    assert features_of_case(case).features.items() <= result.features.items()
+    assert result.features["longest_kv_len"] > 0
 
 
 def test_lists_are_judged_by_the_lengths_that_were_given() -> None:

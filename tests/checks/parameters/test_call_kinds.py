@@ -51,6 +51,9 @@ def test_the_full_level_has_each_form_of_a_kind_and_the_smoke_level_as_many_as_a
     assert forms == {(each, lens) for each in Entries for lens in (False, True) if not (lens and each.has_gaps)}
     assert {case.top_k for case in several} == set(SHORT.top_ks)
     assert list(SELECTED_ENTRIES.cases(plain, SHORT, 2)) == several[:2]
+    without_0 = SELECTED_ENTRIES.cases(plain, replace(SHORT, top_ks=(0, *SHORT.top_ks)), None)
+    assert list(without_0) == several
+    assert not list(SELECTED_ENTRIES.cases(plain, replace(SHORT, top_ks=(0,)), None))
     assert several[0].entries is list(Entries)[7 % len(forms) % len(Entries)]
     assert [replace(case, top_k=0, entries=None, top_k_lens=False) for case in several] == plain[: len(several)]
     blocks = BLOCK_SPARSE.cases(list(balanced(SHORT, AttentionCall.DECODE, 5)), SHORT, None)

@@ -9,11 +9,14 @@ from corpus.kernels import MUTANTS
 from lab import references
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters import dsv4
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import Configuration
 from lab.checks.properties import mla_modes
 from lab.checks.properties.mla_modes import two_pool_cases
 from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase, Entries
+from lab.workloads.inputs.dsv4 import build_dsv4
 from lab.workloads.mla_case import MLACase
 
 DSV4, CPU, WINDOW = AttentionCall.DSV4_DECODE, torch.device("cpu"), 128
@@ -38,6 +41,17 @@ def test_columns_that_a_row_does_not_use_hold_entries_that_would_show() -> None:
     assert (places[~used] >= 0).any()
     far = call_of(q_len=3, sparse_indices="tail far outside").given
     assert (far["sparse_indices"][~DSV4DecodeCall(**far).problem().columns_in_use()] == 2**30).all()
+
+
+def test_the_pools_have_other_contents_and_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[AttentionCase] = []
+    monkeypatch.setattr(dsv4, "build_dsv4", lambda *built: pools.extend(built[:2]) or build_dsv4(*built))
+    call_of(window_entries="ordered", compressed_entries="mixed", page_size=64, compressed_page_size=32)
+    window, compressed = pools
+    assert (window.page_size, compressed.page_size) == (64, 32)
+    assert (window.entries, compressed.entries) == (Entries.ORDERED, Entries.MIXED)
+    assert window.seed != compressed.seed
+    assert window.storage.page_seed != compressed.storage.page_seed
 
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
