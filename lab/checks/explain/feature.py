@@ -43,7 +43,7 @@ SMALL_SCALE = 0.001
 LOADED_COLUMNS = 4  # int32 columns in the widest load of a GPU's thread, which has 16 bytes
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
-MOST_THRESHOLDS = 12
+MOST_THRESHOLDS, FEW = 12, 16
 UNEVEN = 0.01  # bits of a least number that is not the first above a power of 2
 # Each operator on an array of values. A missing value meets no test except "is not".
 OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
@@ -100,10 +100,12 @@ class Number:
         steps = np.unique(column[~np.isnan(column)]).astype(int).tolist()
         cost = min(math.log2(len(steps)), THRESHOLD_BITS)
         first, last = _spread(steps)
+        least = next((step for step in steps if 1 < step <= FEW), 2) if self.several else -1  # from here on: several
         for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
             if step in first:
-                yield ">=", step, 0.5 if step == 2 and self.several else cost + UNEVEN * ((step - 1) & (step - 2) > 0)
+                bits = cost + UNEVEN * ((step - 1) & (step - 2) > 0)
+                yield (">=", 2, 0.5) if step == least else (">=", step, bits)
             if step in last:
                 yield "<=", step, cost + NEGATION_BITS / 2
 

@@ -331,7 +331,7 @@ def test_where_every_recorded_call_is_wrong_the_plainest_conditions_that_all_sha
     assert diagnose(verdicts).broken == (
         "No judged call is right, so that the recording shows no rule. All share: a draft mask is given; "
         "sinks are given; a window is set; no request of the batch has keys; a request has no keys. Among their requests, the "
-        "output is wrong wherever a request has 4 query rows or more (4 of 4 results)."
+        "output is wrong wherever a request has several query rows (4 of 4 results)."
     )
 
 

@@ -842,8 +842,8 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         (Number("it"), (3, None, 1), [(op, step, 1 + more) for step in (1, 3) for op, more in NUMBERS]),
         (
             Number("it", several="several"),
-            (1, 2),
-            [(op, n, 1 + more - (op == ">=" and n > 1) / 2) for n in (1, 2) for op, more in NUMBERS],
+            (1, 3),  # there is no 2: three or more are several
+            [(">=", 2, 0.5) if (op, n) == (">=", 3) else (op, n, 1 + more) for n in (1, 3) for op, more in NUMBERS],
         ),
         (
             Number("it"),
