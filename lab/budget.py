@@ -21,10 +21,10 @@ from lab.calls.problem import HALF_DTYPES
 from lab.ranges import DTYPES, dtype_of
 from lab.recorded.case import RecordedCase
 from lab.references import attention
+from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth, relative_l2
 from lab.references.quantization import E2M1_MAX, quantize_nvfp4
 from lab.references.softmax_attention import E4M3_MAX, quantize_e4m3, rounded
-from lab.references.truth import histories_of, truth_of_problem
 from lab.wording import counted
 from lab.workloads.inputs.contents import new_workspace
 

@@ -38,7 +38,7 @@ from lab.checks.run.judge import judge_calls
 from lab.recorded import Recorder, recorded_cases
 from lab.recorded.case import traced_requests
 from lab.recorded.suspicions import RecordedInputs
-from lab.references.truth import histories_of, truth_of_problem
+from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads import scenario
 from studies.pictures.forward_modes import pages_figure
 from studies.pictures.judging import vector_errors_figure

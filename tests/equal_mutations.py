@@ -93,10 +93,7 @@ lab/references/assertion.py
 - if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
 + if problem.query.device.type > "cpu":  # on a CPU the call has been checked already
 = it is cpu or cuda
-lab/references/attention_calls.py
-- if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
-+ if problem.query.device.type > "cpu":  # on a CPU the call has been checked already
-= it is cpu or cuda
+~ k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
 lab/references/errors.py
 - ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
 + ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() ** 1)
@@ -122,13 +119,35 @@ lab/references/forward_metadata.py
 ~ for row, own, most in zip(batch.req_pool_indices.tolist(), seen, padded, strict=True):
 ~ padded = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
 ~ for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)
+lab/references/paged_attention.py
+- return unseen.nonzero().to(self.request.device, non_blocking=True).unbind(1)
++ return unseen.nonzero().to(self.request.device, non_blocking=False).unbind(1)
+= only a GPU reads it, and only its time depends on it
+- max_q_len=1,
++ max_q_len= 0,
+= only a mask needs it, and a call that selects entries has none
+- rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 1)))
++ rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 2)))
+= it changes how many rows are computed together, and so the memory that is used, and no result
+- if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
++ if problem.query.device.type > "cpu":  # on a CPU the call has been checked already
+= it is cpu or cuda
+- rows = pages = 0
++ rows = pages = -1
+= each is the largest of numbers that are not negative
+~ return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]
+~ self.v_pages = dict(zip(self.tiles, pages[len(self.tiles) :], strict=True))
+lab/references/ragged_attention.py
+- if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
++ if not problem.query.device.type != "cpu":  # on a CPU the call has been checked already
+= only a GPU needs it, and a second check finds nothing
 lab/references/softmax_attention.py
 - GPU_TILE_ELEMENTS = 2**25
 + GPU_TILE_ELEMENTS = 2-25
 + GPU_TILE_ELEMENTS = 2|25
 = only a GPU reads it, and only its time depends on it
-- out = sums.view(*by_row, v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
-+ out = sums.view(*by_row, v_head_dim).div_(denominator.masked_fill(denominator <= 0, 1.0)).mul_(bmm2_scale)
+- out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
++ out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator <= 0, 1.0)).mul_(bmm2_scale)
 = a denominator is a sum of exponentials and never negative
 - elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
 + elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len ** query.shape[1], 1)
@@ -157,8 +176,6 @@ lab/references/softmax_attention.py
 = the reference that leaves it out does not read the control
 ~ for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
 lab/references/truth.py
-~ k_places, v_places = (torch.cat(places) for places in zip(*of_requests, strict=True))  # few launches on a GPU
-~ return list(zip(keys.split(lens), values.split(lens), strict=True))
 ~ for (keys, values), rows in zip(histories, selected, strict=True)
 ~ for (keys, values), own in zip(histories, seen, strict=True)
 ~ places, exact, lse_log2, control, skipped = map(torch.cat, zip(*pieces, strict=True))

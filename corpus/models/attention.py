@@ -109,7 +109,7 @@ class Attention(Model):
         if getattr(problem, "is_block_sparse", False):
             raise NotImplementedError("this model has one page table for all K/V heads")
         if getattr(problem, "block_scales", None) is not None:
-            problem = problem.simplified()
+            problem = problem.dequantized()
         return problem.returned(*self.solved(call, problem))
 
     def solved(self, call, problem):

@@ -14,7 +14,8 @@ from lab.calls import DSV4DecodeCall, takes
 from lab.calls.dsv4_decode import TwoPools
 from lab.calls.problem import PagedAttention
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.references.attention_calls import attention_of
+from lab.references.paged_attention import paged_attention
+from lab.references.ragged_attention import ragged_attention
 
 
 class Ragged(Model, interface=(RAGGED,)):
@@ -25,7 +26,7 @@ class Ragged(Model, interface=(RAGGED,)):
 
     def launch(self, call: RaggedContextCall) -> Any:
         problem = self.applied(self.posed(call))
-        out, lse_log2 = attention_of(problem)
+        out, lse_log2 = ragged_attention(problem)
         self.finish(problem, out, lse_log2)
         self.finish_call(call, out)
         return problem.returned(out, lse_log2)
@@ -48,7 +49,7 @@ class DSV4Decode(Model, interface=(DSV4,)):
 
     def launch(self, call: DSV4DecodeCall) -> Any:
         problem = self.applied(call.problem(), call)
-        out, _ = attention_of(problem)
+        out, _ = paged_attention(problem)
         self.finish(problem, out)
         return call.returned(out)
 

@@ -78,7 +78,7 @@ class TwoPoolCalls(DSV4Decode):
     @wrong(stage="changed", trigger="a request of fewer than 128 tokens has compressed entries")
     def dsv4_position_bounds_all_columns(self, problem, call):
         """A row's position bounds all its columns, as it does without lengths."""
-        position = replace(problem.simplified(), selected=problem.selected, selected_lens=None).columns_in_use()
+        position = replace(problem.of_one_pool(), selected=problem.selected, selected_lens=None).columns_in_use()
         return replace(problem, selected=torch.where(position, problem.selected, -1))
 
     @wrong(stage="changed", trigger="a row selects a compressed entry")

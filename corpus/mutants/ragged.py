@@ -340,7 +340,7 @@ class SageScales(Ragged, only_with="block_scales"):
         scales = problem.block_scales
         token = torch.arange(len(problem.key), device=problem.key.device)
         of_keys = problem.key.double() * scales.key[:, token // scales.k_block].T.unsqueeze(2).double()
-        return replace(problem.simplified(), key=of_keys)
+        return replace(problem.dequantized(), key=of_keys)
 
 
 TILE = 64

@@ -30,7 +30,7 @@ class TwoPools(PagedAttention):
     #: the pool of recent tokens, a view [num_pages, 1, page_size, head_dim]; each entry is a key and its value
     window_cache: torch.Tensor
 
-    def simplified(self) -> PagedAttention:
+    def of_one_pool(self) -> PagedAttention:
         pools = [cache[:, 0].flatten(0, 1) for cache in (self.window_cache, self.k_cache)]
         pool = torch.cat(pools)[:, None, None]
         is_entry = self.columns_in_use() & (self.selected >= 0)

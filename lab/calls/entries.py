@@ -24,6 +24,11 @@ def live_cells(problem: PagedAttention) -> Tensor:
     return torch.arange(problem.k_block_tables.shape[1], device=pages.device) < pages.unsqueeze(1)
 
 
+def entries_first(cells: Tensor) -> Tensor:
+    """Return `cells`, cache entries [num_rows, num_columns], in their order, except that negative ones are last in each row."""
+    return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
+
+
 def num_keys(problem: AttentionProblem) -> list[int]:
     if not isinstance(problem, PagedAttention) or problem.selected is None:
         return problem.kv_lens()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from lab.calls.features import Feature, features_of_fields
-from lab.calls.selection import check_selection, columns_in_use, entries_first
+from lab.calls.selection import check_selection, columns_in_use
 from lab.names import LATENT_CALLS as LATENT_CALLS
 from lab.names import AttentionCall
 
@@ -216,31 +216,21 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return a problem with the same result, in which each query row is a request. Its keys are the first
-        `num_visible[row]` keys of the row's request or, with `selected`, the entries that the row selects, as pages of a token.
-        """
+        """Return a problem with one request per query row, which has the first `num_visible[row]` keys of the row's request."""
+        assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
-        end = int(offsets[-1])  # later rows are padding
-        row_offsets = torch.arange(end + 1, dtype=torch.int32, device=offsets.device)
-        of_rows = replace(self, selected=None, num_visible=None, cu_seqlens_q=row_offsets, max_q_len=1)
-        if self.selected is None:
-            assert self.num_visible is not None
-            k_tables, v_tables = (
-                table.repeat_interleave(offsets.diff(), dim=0) for table in (self.k_block_tables, self.v_block_tables)
-            )
-            lengths = self.num_visible[:end]
-            return replace(of_rows, seq_lens=lengths, k_block_tables=k_tables, v_block_tables=v_tables)
-        is_entry = self.columns_in_use() & (self.selected >= 0)
-        places = entries_first(torch.where(is_entry, self.selected, -1))[:end]
-        k_cache, v_cache = (cache.transpose(1, 2).flatten(0, 1).unsqueeze(2) for cache in self.kv)
+        end = int(offsets[-1])
+        k_tables, v_tables = (
+            table.repeat_interleave(offsets.diff(), dim=0) for table in (self.k_block_tables, self.v_block_tables)
+        )
         return replace(
-            of_rows,
-            selected_lens=None,
-            seq_lens=(places >= 0).sum(dim=1, dtype=torch.int32),
-            k_cache=k_cache,
-            v_cache=v_cache,
-            k_block_tables=places,
-            v_block_tables=places,
+            self,
+            num_visible=None,
+            seq_lens=self.num_visible[:end],
+            k_block_tables=k_tables,
+            v_block_tables=v_tables,
+            cu_seqlens_q=torch.arange(end + 1, dtype=torch.int32, device=offsets.device),
+            max_q_len=1,
         )
 
     def columns_in_use(self) -> torch.Tensor:
@@ -248,7 +238,7 @@ class PagedAttention(AttentionProblem):
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
-    def simplified(self) -> "PagedAttention":
+    def of_one_pool(self) -> "PagedAttention":
         """Return a problem with the same result, whose entries are in one pool (a DeepSeek-V4 call has two pools)."""
         return self
 

@@ -28,13 +28,11 @@ class RaggedAttention(AttentionProblem):
     #: SageAttention's scales of an int8 or e4m3 query and key and of an e4m3 value; or None
     block_scales: BlockScales | None = None
 
-    mask = selected = num_visible = None  # fields of `PagedAttention`
-
     @property
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.key, self.value
 
-    def simplified(self) -> "RaggedAttention":
+    def dequantized(self) -> "RaggedAttention":
         """Return an equal problem without `block_scales`: query, key and value are float64, multiplied by their scales."""
         scales = self.block_scales
         if scales is None:
@@ -47,9 +45,6 @@ class RaggedAttention(AttentionProblem):
             value=self.value.to(torch.float64) * scales.value.to(torch.float64),
             block_scales=None,
         )
-
-    def of_kv_heads(self) -> "list[RaggedAttention]":
-        return [self]
 
     def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         spans = itertools.pairwise(self.cu_seqlens_kv.tolist())

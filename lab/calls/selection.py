@@ -57,11 +57,6 @@ def columns_in_use(
     return (columns < used.unsqueeze(1)) & ((columns >= num_window) | (columns < up_to_row.unsqueeze(1)))
 
 
-def entries_first(cells: Tensor) -> Tensor:
-    """Return `cells`, cache entries [num_rows, num_columns], in their order, except that negative ones are last in each row."""
-    return cells.gather(1, (cells < 0).to(torch.int8).argsort(dim=1, stable=True))
-
-
 def check_selection(
     selected: Tensor, lens: Tensor | None, cells: Tensor, num_entries: int, names: Names = TOP_K_NAMES
 ) -> None:

@@ -27,7 +27,8 @@ from lab.calls.ragged_context import RaggedAttention
 from lab.calls.selection import WINDOW_COLUMNS, columns_in_use
 from lab.dry_run.kernel_table import KernelFacts, MaskType, kernel_facts
 from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
-from lab.references.attention_calls import attention_of
+from lab.references.paged_attention import paged_attention
+from lab.references.ragged_attention import ragged_attention
 from lab.references.softmax_attention import rounded
 
 LOG2_E = math.log2(math.e)
@@ -120,6 +121,10 @@ def _write_lse(arguments: LseArguments, memory: HostMemory) -> None:
     lse.copy_(arguments.lse_scale * (LOG2_E * stats[..., 0] + torch.log2(stats[..., 1])))
 
 
+def _attention_of(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return ragged_attention(problem) if isinstance(problem, RaggedAttention) else paged_attention(problem)
+
+
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
     if kernel.mask is MaskType.CUSTOM or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom or chunked mask, which no call of the lab's has")
@@ -150,11 +155,11 @@ class _Attention:
         covered = params.max_num_ctas_q * params.num_tokens_per_cta_q  # rows of a request
         if (longest := max(problem.q_lens(), default=0)) > covered:
             raise UnsoundLaunchError(f"a request has {longest} query rows, and the grid covers {covered}")
-        result, lse_log2 = attention_of(replace(problem, sinks=None))
+        result, lse_log2 = _attention_of(replace(problem, sinks=None))
         assert lse_log2 is not None
         is_written = lse_log2 != -math.inf  # the rows that see a key
         if problem.sinks is not None:
-            result, _ = attention_of(problem)  # also writes `lse_log2`, which is the problem's
+            result, _ = _attention_of(problem)  # also writes `lse_log2`, which is the problem's
         out = self.memory.array("the output", params.ptr_o, (*shape, kernel.head_dim_v), kernel.dtypes["O"])
         out[is_written] = rounded(result[is_written], kernel.dtypes["O"])
         if params.ptr_softmax_stats:

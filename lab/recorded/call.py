@@ -20,9 +20,8 @@ from lab.calls.arguments import RESULTS
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.ragged_context import MIRRORS
 from lab.named_enum import NamedEnum
-from lab.references.assertion import lse_in_base_2
+from lab.references.assertion import lse_in_base_2, truth_of_problem
 from lab.references.errors import Truth
-from lab.references.truth import truth_of_problem
 from lab.workloads.inputs.contents import fill, new_workspace
 
 # DeepSeek-V4's call is not recorded, because a recording would contain its whole pools.

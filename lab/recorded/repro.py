@@ -15,8 +15,8 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.recorded.call import Fault, Reason, RecordedCall, RecordingError, sides_of
 from lab.recorded.shrink import seed_of
 from lab.recorded.suspicions import visible_of_request
+from lab.references.assertion import truth_of_problem
 from lab.references.errors import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
-from lab.references.truth import truth_of_problem
 from lab.wording import in_markdown
 
 PROGRAM = Path(__file__).with_suffix(".template")

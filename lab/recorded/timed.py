@@ -21,8 +21,8 @@ from lab.kernels import prepare
 from lab.recorded.call import distinct, sides_of
 from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
+from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth
-from lab.references.truth import histories_of, truth_of_problem
 from lab.workloads.inputs.contents import as_stored
 from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedraw, Seeds, touched, wipe
 

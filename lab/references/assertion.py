@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, Problem, refuse_nan
+from lab.calls import CALL_TYPES, PagedAttention, Problem, refuse_nan
+from lab.calls.entries import places_of_requests, selections_of
 from lab.calls.entry import with_own_settings
+from lab.calls.problem import E4M3, shown_draft_tokens
 from lab.references.errors import Truth
+from lab.references.paged_attention import plain_v_scales
 from lab.references.plain_attention import check_arithmetic
-from lab.references.truth import truth_of_problem
+from lab.references.quantization import dequantize_nvfp4
+from lab.references.softmax_attention import History, Rules
+from lab.references.truth import truth_of_requests, truth_of_selected, with_requests
 
 NEXT_STEP = "`lab judge` with the kernel's module or file finds which other calls are wrong"
 
@@ -135,3 +140,68 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 def lse_in_base_2(lse: Tensor, is_base_e: bool) -> Tensor:
     return lse.to(torch.float64) / math.log(2.0) if is_base_e else lse
+
+
+def truth_of_problem(
+    problem: Problem,
+    arithmetic: torch.dtype | None = None,
+    *,
+    requests: Sequence[int] | None = None,
+    histories: Sequence[History] | None = None,
+) -> Truth:
+    """Return the expected results of a checked problem, whose K and V are read through its page tables or offsets: the output
+    and LSE in float64, and the control. At least one request must have query rows.
+
+    Args:
+        arithmetic: dtype of the operands in the control, the low-precision attention whose error bounds a kernel's error; None:
+            the query's dtype, or e4m3 if the query has one scale per block.
+        requests: the requests whose rows are computed, in this order; None: all.
+        histories: the result of `histories_of` for the same requests; None: it is computed. Ignored for block-sparse calls.
+    """
+    if isinstance(problem, PagedAttention):
+        problem = problem.of_one_pool()
+    elif problem.block_scales is not None:
+        problem, arithmetic = problem.dequantized(), E4M3 if arithmetic is None else arithmetic
+    if isinstance(problem, PagedAttention) and problem.is_block_sparse:
+        return Truth.of_heads(
+            [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
+        )
+    chosen = range(problem.batch_size) if requests is None else requests
+    offsets = problem.row_offsets()
+    q_lens = [offsets[request + 1] - offsets[request] for request in chosen]
+    if isinstance(problem, PagedAttention) and problem.num_visible is not None:
+        rows = [row for request in chosen for row in range(offsets[request], offsets[request + 1])]
+        return with_requests(truth_of_problem(problem.of_rows(), arithmetic, requests=rows), q_lens)
+    histories = histories_of(problem, chosen) if histories is None else list(histories)
+    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
+    if isinstance(problem, PagedAttention) and problem.selected is not None:
+        selected = [indices for _, indices in selections_of(problem, chosen)]
+        return truth_of_selected(query, histories, selected, Rules.of(problem, arithmetic))
+    mask = problem.mask if isinstance(problem, PagedAttention) else None
+    shown = None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)])
+    return truth_of_requests(query, histories, q_lens, Rules.of(problem, arithmetic, shown))
+
+
+def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
+    """Return one tuple (K, V) per request (`requests` None: of all), both [kv_len, num_kv_heads, head_dim], read through the
+    problem's page tables or offsets. If query rows select cache entries, K and V have only the selected entries.
+    """
+    chosen = range(problem.batch_size) if requests is None else requests
+    if not isinstance(problem, PagedAttention):
+        parts = problem.dequantized().parts()
+        return [parts[request] for request in chosen]
+    problem = problem.of_one_pool()
+    sides = ((problem.k_cache, problem.k_scale_factors), (problem.v_cache, plain_v_scales(problem)))
+    histories = []
+    for places in places_of_requests(problem, chosen):
+        k, v = (_entries(*side, at, problem.page_size) for side, at in zip(sides, places, strict=True))
+        histories.append((k, v))
+    return histories
+
+
+def _entries(cache: Tensor, scale_factors: Tensor | None, places: Tensor, page_size: int) -> Tensor:
+    slots = places // page_size, slice(None), places % page_size
+    entries = cache[slots]
+    if scale_factors is None:
+        return entries
+    return dequantize_nvfp4(entries, scale_factors[slots]).to(torch.float32)  # exact: of six bits

@@ -1,14 +1,19 @@
 """Softmax attention of checked arguments: exactly in float64, and as the control, in low precision.
 
 The exact algorithm reads the tiles of K first, for all scores, and after the softmax the tiles of V, for the weighted sums. A
-tile is a range of keys of requests with equally many keys. It is converted to float64, multiplied and dropped.
+tile is a range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
+
+    request 0  | tile 0 | tile 1 |
+    request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
 
 The control is the same attention by plain low-precision torch operations. Its error bounds a kernel's error.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +22,12 @@ from lab.calls import Problem
 from lab.calls.problem import E4M3, Softmax
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
-# Largest number of elements of scores that are computed together, and of K and V that are copied together, by the type of
-# device. Float64 scores then take 0.5 GiB on a CPU. It is larger on a GPU, where the number of launches limits the speed.
+# Largest number of elements of K and V, or of scores, that are computed together, by the type of device. Float64 scores then
+# take 0.5 GiB on a CPU. The limit on K and V keeps short requests from being padded to long ones. It is larger on a GPU, where
+# the number of launches limits the speed.
 PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
-# K and V of requests that are computed together are copied once more, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
-TOGETHER = {"cpu": 16, "cuda": 1}
+# K and V of requests that are computed together are copied, so they have at most 1 / TOGETHER of `PIECE_ELEMENTS`.
+TOGETHER = 16
 # Largest number of elements of K or V in float64 at a time: 4 MiB, which a CPU's cache holds. On a GPU it is 256 MiB, because a
 # tile that fits its L2 is no faster, and each tile costs seven launches (results/nvidia-h200/README.md).
 TILE_ELEMENTS = 2**19
@@ -85,36 +91,90 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return every.index_select(0, values.view(torch.uint8).flatten().to(torch.int32)).view(values.shape)
 
 
-@torch.no_grad()  # scores and sums are written in place
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (output, LSE in base 2) of attention, both float64, without checks of the arguments. At most one tile of K or V is
-    in float64. Values must be finite, also where they are not visible.
+    """Return (output, LSE in base 2) of attention, both float64, without checks of the arguments."""
+    batch, kv_len, num_kv_heads, head_dim = keys.shape
+    v_head_dim = values.shape[3]
+
+    def in_float64(side: Tensor, tile: Tile) -> Tensor:
+        by_head = side[:, tile.start : tile.end].transpose(1, 2)
+        return by_head.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+
+    kv = TiledKV(
+        keys=partial(in_float64, keys),
+        values=partial(in_float64, values),
+        tiles=tiles([kv_len] * batch, num_kv_heads * max(head_dim, v_head_dim), query.device),
+        kv_len=kv_len,
+        num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim,
+    )
+    return attention_by_tiles(query, kv, lambda: visible, softmax)
+
+
+class Tile(NamedTuple):
+    """The keys with the indices `start` to `end` - 1 of each request from `first_request` on. Requests are sorted by length."""
+
+    first_request: int
+    start: int
+    end: int
+
+
+class TiledKV(NamedTuple):
+    """K and V of several requests, read one tile of keys at a time. The functions `keys` and `values` return a tile of K or V,
+    contiguous float64 [requests * num_kv_heads, keys, head_dim]. Values must be finite, also where they are not visible.
+    """
+
+    keys: Callable[[Tile], Tensor]
+    values: Callable[[Tile], Tensor]
+    tiles: list[Tile]
+    kv_len: int
+    num_kv_heads: int
+    v_head_dim: int
+
+
+def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
+    """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
+
+    The caller passes `kv_lens` in ascending order, each a multiple of `step`. Each tile's first key is such a multiple too.
+    `elements` is the number of elements of one key in K or in V, whichever has more.
+    """
+    keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
+    found = []
+    first = start = 0
+    while kv_lens and start < kv_lens[-1]:
+        while kv_lens[first] <= start:
+            first += 1
+        width = max(keys_at_once // (len(kv_lens) - first) // step, 1) * step
+        found.append(Tile(first, start, min(start + width, kv_lens[-1])))
+        start += width
+    return found
+
+
+@torch.no_grad()  # scores and sums are written in place
+def attention_by_tiles(
+    query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads]. At most one
+    tile of K or V is in float64. `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
-    kv_len, num_kv_heads, head_dim = keys.shape[1:]
-    v_head_dim = values.shape[3]
+    num_kv_heads = kv.num_kv_heads
     by_row = (batch, num_kv_heads, q_len, num_qo_heads // num_kv_heads)
-    elements = batch * num_kv_heads * max(head_dim, v_head_dim)  # of one key of each request, in K or V
-    width = max((GPU_TILE_ELEMENTS if query.is_cuda else TILE_ELEMENTS) // max(elements, 1), 1)
-    tiles = [slice(start, start + width) for start in range(0, kv_len, width)]
-
-    def in_float64(side: Tensor, tile: slice) -> Tensor:  # [batch * num_kv_heads, keys of the tile, head_dim]
-        by_head = side[:, tile].transpose(1, 2)
-        return by_head.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
 
     # [batch * num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
     rows = query.to(torch.float64).unflatten(2, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
     bmm1_scale, bmm2_scale = float(softmax.bmm1_scale), float(softmax.bmm2_scale)  # before the GPU has work
-    scores = rows.new_empty(*rows.shape[:2], kv_len)
-    for tile in tiles:
-        _write_products(scores[..., tile], rows, in_float64(keys, tile).mT)
+    scores = rows.new_empty(*rows.shape[:2], kv.kv_len)
+    for tile in kv.tiles:
+        first = tile.first_request * num_kv_heads
+        _write_products(scores[first:, :, tile.start : tile.end], rows[first:], kv.keys(tile).mT)
 
     # [batch, num_kv_heads, q_len, group, kv_len], in place: they are the largest tensor of a long prompt.
-    scores = scores.mul_(bmm1_scale).view(*by_row, kv_len).masked_fill_(~visible[:, None, :, None], -math.inf)
+    scores = scores.mul_(bmm1_scale).view(*by_row, kv.kv_len).masked_fill_(~visible()[:, None, :, None], -math.inf)
     # [batch, num_kv_heads, q_len, group, 1]
-    largest = scores.amax(dim=4, keepdim=True) if kv_len else scores.new_full((*by_row, 1), -math.inf)
+    largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), -math.inf)
     sink_logits = None
     if softmax.sinks is not None:
         sink_logits = softmax.sinks.to(torch.float64).view(num_kv_heads, 1, by_row[3], 1)
@@ -126,12 +186,13 @@ def unchecked_attention(
         denominator = denominator + torch.exp(sink_logits - origin)
     lse_log2 = (origin + torch.log(denominator)) / math.log(2.0)
 
-    weights = weights.view(*rows.shape[:2], kv_len)
-    sums = rows.new_zeros(*rows.shape[:2], v_head_dim)
-    for tile in tiles:
-        sums.baddbmm_(weights[..., tile], in_float64(values, tile))
+    weights = weights.view(*rows.shape[:2], kv.kv_len)
+    sums = rows.new_zeros(*rows.shape[:2], kv.v_head_dim)
+    for tile in kv.tiles:
+        first = tile.first_request * num_kv_heads
+        sums[first:].baddbmm_(weights[first:, :, tile.start : tile.end], kv.values(tile))
     # [batch, num_kv_heads, q_len, group, v_head_dim], in place too
-    out = sums.view(*by_row, v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
+    out = sums.view(*by_row, kv.v_head_dim).div_(denominator.masked_fill(denominator == 0, 1.0)).mul_(bmm2_scale)
     return out.transpose(1, 2).flatten(2, 3), lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
 
 
@@ -283,7 +344,7 @@ def solved_requests(
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]
-    for requests in _together(query, histories, q_lens, most // TOGETHER[query.device.type]):
+    for requests in _together(query, histories, q_lens, most // TOGETHER):
         rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         keys, values = stacked([histories[request] for request in requests])

@@ -21,7 +21,7 @@ from lab.exit_status import ExitStatus
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, listed
-from lab.references.truth import truth_of_problem
+from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.cases import DECODE, MLA
 from tests.commands.command import run

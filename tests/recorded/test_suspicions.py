@@ -8,7 +8,7 @@ import torch
 
 from lab.calls import DecodeCall, MLADecodeCall, PagedAttention, Problem, RaggedContextCall
 from lab.recorded.suspicions import RecordedInputs
-from lab.references.truth import histories_of
+from lab.references.assertion import histories_of
 from tests.recorded.record_calls import (
     HEAD_DIM,
     HEADS,

@@ -13,7 +13,7 @@ from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import E4M3, NVFP4
 from lab.checks import AttentionCase, HeadPages, Storage
 from lab.references import assert_close_to_reference
-from lab.references.truth import truth_of_problem
+from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, Entries, TableTail
 from lab.workloads.inputs.attention import build_attention
 from tests import cases

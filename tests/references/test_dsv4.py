@@ -199,14 +199,14 @@ def test_both_pools_may_be_one_tensor() -> None:
     assert_right(dsv4(**arguments), truth_of(pools, columns))
 
 
-def test_the_call_is_not_in_the_terms_simplified() -> None:
+def test_the_call_is_not_in_the_terms_of_one_pool() -> None:
     pools = two_pools([2, 2], [9, 150])
     problem = DSV4DecodeCall(**arguments_of(pools, drawn(*pools))).problem()
     assert {Feature.TWO_POOLS, Feature.TOP_K, Feature.TOP_K_LENS} <= problem.features()
-    one = problem.simplified()
+    one = problem.of_one_pool()
     assert Feature.TWO_POOLS not in one.features()
     one.check_values()
-    assert one.simplified() is one
+    assert one.of_one_pool() is one
     cells = one.columns_in_use() & (one.selected >= 0)
     assert torch.equal(cells, problem.columns_in_use() & (problem.selected >= 0))
     num_window = problem.window_cache.shape[0] * 16

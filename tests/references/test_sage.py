@@ -15,7 +15,7 @@ from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError, recorded_fault
 from lab.recorded.shrink import shrunk
 from lab.references import assert_close_to_reference, trtllm_ragged_attention_deepseek
-from lab.references.truth import truth_of_problem
+from lab.references.assertion import truth_of_problem
 from tests.cases import Arguments, ragged_arguments, ragged_batch
 
 E4M3 = torch.float8_e4m3fn

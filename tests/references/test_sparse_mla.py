@@ -9,7 +9,7 @@ import torch
 from lab.calls import MLADecodeCall
 from lab.calls.entries import selections_of
 from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
-from lab.references.truth import histories_of
+from lab.references.assertion import histories_of
 from tests.cases import Batch, assert_same, expected, latent_batch, of_entries, selected_batch, sparse_arguments
 
 

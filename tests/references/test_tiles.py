@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.references import attention, relative_l2, softmax_attention, trtllm_batch_decode_with_kv_cache
-from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS
+from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS, Tile, tiles
 from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_keys_seen import MASKS
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=[(1, None), (500, None), (3000, None), (None, 1), (None, 300), (None, 2000), (None, 10_000)])
@@ -23,6 +25,14 @@ def few_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", of_a_tile)
     else:
         monkeypatch.setitem(PIECE_ELEMENTS, "cpu", of_a_piece)
+
+
+def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 keys of 2 elements at a time: 8 of each of three requests, 24 of the last one, and what is left of it."""
+    monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", 48)
+    assert tiles([8, 8, 44], 2, CPU, step=4) == [Tile(0, 0, 8), Tile(2, 8, 32), Tile(2, 32, 44)]
+    assert tiles([4, 12], 100, CPU, step=4) == [Tile(0, 0, 4), Tile(1, 4, 8), Tile(1, 8, 12)]  # a page, if need be
+    assert tiles([0, 0], 2, CPU) == tiles([], 2, CPU) == []
 
 
 @pytest.mark.usefixtures("few_elements")

@@ -12,7 +12,7 @@ import pytest
 
 from lab.checks import judge
 from lab.checks.record import read_cases
-from lab.references import attention_calls
+from lab.references import paged_attention
 from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
 from lab.reports.recorded_file import FileKind, read_file
 from tests.checks.small import SMALL
@@ -23,7 +23,7 @@ NAME = "trtllm_batch_decode_with_kv_cache"
 
 
 def right(**arguments: Any) -> Any:
-    return getattr(attention_calls, NAME)(**arguments)
+    return getattr(paged_attention, NAME)(**arguments)
 
 
 def window_off_by_one(**arguments: Any) -> Any:

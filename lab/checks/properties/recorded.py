@@ -15,8 +15,8 @@ from lab.checks.run.support_protocol import KernelError, Unjudgeable
 from lab.recorded.call import InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import RecordedInputs
+from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.errors import Truth
-from lab.references.truth import histories_of, truth_of_problem
 from lab.workloads.inputs.contents import new_workspace
 
 FINDINGS = "results/nvidia-h200/findings.md"

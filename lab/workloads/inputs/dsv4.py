@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.entries import entries_first
 from lab.calls.problem import AttentionCall
-from lab.calls.selection import WINDOW_COLUMNS, entries_first
+from lab.calls.selection import WINDOW_COLUMNS
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, running_sum
 from lab.workloads.inputs.contents import new_workspace
