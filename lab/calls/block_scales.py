@@ -86,7 +86,8 @@ def _checked(name: str, scales: object, shape: tuple[int, int], words: str) -> t
 
 def scaled_blocks(stored: torch.Tensor, scales: torch.Tensor, block: int, offsets: torch.Tensor) -> torch.Tensor:
     """Return `stored`, [num_tokens, heads, head_dim], as float64, with every vector multiplied by the scale of its block of
-    `block` tokens. `scales` is [heads, num_blocks]. `offsets`, int32 [batch_size + 1], has the first token of each request.
+    `block` tokens. Blocks begin anew at each request: block b of request r has column offsets[r] // block + r + b of `scales`,
+    [heads, num_blocks]. `offsets`, int32 [batch_size + 1], has the first token of each request.
     """
     token = torch.arange(len(stored), dtype=offsets.dtype, device=stored.device)
     request = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)  # of padding: the last

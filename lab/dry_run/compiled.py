@@ -163,7 +163,9 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Check the static assertions in C++ `text` with nvcc. `shared_memory`: a C++ expression of the bytes of shared memory."""
+    """Compile C++ `text` to PTX with nvcc, which checks its static assertions. Return the result with the bytes of shared
+    memory, the value of the C++ expression `shared_memory`.
+    """
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()

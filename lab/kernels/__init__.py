@@ -8,18 +8,16 @@ dependency.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
 from lab.gpus import capability_of, family_of
 
-T = TypeVar("T")
 _METADATA_KERNELS = {
     "generate_draft_decode_kv_indices": "lab.kernels.serving.draft_decode_kv_indices",
     "write_forward_metadata": "lab.kernels.serving.forward_metadata",
@@ -84,25 +82,6 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
         return prepare_it(**_taken(prepare_it, name, arguments))
     function = getattr(implementation, name)
     return functools.partial(function, **_taken(function, name, arguments))
-
-
-def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Return (new tensor in `dtype`, [function that casts `query` into this tensor]), or (`query`, []) if no cast is needed."""
-    if dtype in (None, query.dtype):
-        return query, []
-    given = torch.empty_like(query, dtype=dtype)
-    return given, [functools.partial(given.copy_, query)]
-
-
-def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]:
-    taken = tuple(steps)
-
-    def run() -> T:
-        for step in taken:
-            step()
-        return result
-
-    return run
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:

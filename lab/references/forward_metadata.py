@@ -112,9 +112,9 @@ class MLAForwardMetadata:
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
     """Return the expected metadata of one pass on the MLA decode kernel. Raise ValueError if the mode runs no attention.
 
-    Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged verify
-    a block has the rows of a whole draft. The kernel puts a block's last row at the last key, so `seq_lens_k` counts the
-    padding, and pages that only padding rows read are page 0.
+    Each request has a block of rows: its own rows, then padding. All blocks have the longest request's number of rows, except
+    in a ragged verify, where they have the rows of a whole draft. The kernel puts a block's last row at the last key, so
+    `seq_lens_k` counts the padding. The page table has page 0 for pages that only padding rows read.
 
     Args:
         counts_draft: True: the lengths of a draft step count the tokens drafted so far, the step's own included. False:

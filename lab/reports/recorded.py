@@ -99,7 +99,9 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return for each scenario and setting with GPU times a list of (row, speed against the fastest), the fastest first."""
+        """Return a list per scenario and setting, with one tuple per timed implementation, the fastest first: (its row of the
+        recording, its speed compared with the fastest).
+        """
         found = grouped(
             (without(row.identity, "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)

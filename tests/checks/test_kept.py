@@ -88,6 +88,22 @@ def test_the_first_call_is_judged_again_and_nothing_follows_a_wrong_one() -> Non
     assert first_words(lambda **_: True) == {"A"}
 
 
+def test_a_schedule_that_is_kept_by_sums_of_lengths_shows_where_requests_are_in_reverse_order() -> None:
+    kept: dict[Any, dict[str, Any]] = {}
+
+    def call(q_seq_lens_cpu: Any = None, kv_seq_lens_cpu: Any = None, **arguments: Any) -> Any:
+        if q_seq_lens_cpu is not None:
+            sums = [(len(each), int(each.sum())) for each in (q_seq_lens_cpu, kv_seq_lens_cpu)]
+            key = (*sums, arguments["is_causal"], q_seq_lens_cpu.dtype)
+            schedule = {name: arguments[name] for name in ("seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv")}
+            arguments |= kept.setdefault(key, schedule)
+        return references.trtllm_ragged_attention_deepseek(**arguments)
+
+    judged = one_by_one(AttentionCall.RAGGED_CONTEXT, SimpleNamespace(trtllm_ragged_attention_deepseek=call))
+    wrongs = [each.wrongs[0] for each in judged if each.outcome is Outcome.WRONG]
+    assert [each.startswith("B, mirrors=int32, requests in reverse order: ") for each in wrongs] == [True]
+
+
 def test_a_value_that_is_declined_is_left_out() -> None:
     for judged in one_by_one(AttentionCall.DECODE, declining_if(lambda sinks=None, **_: sinks is not None)):
         assert (judged.outcome, judged.declines) == (Outcome.RIGHT, ())

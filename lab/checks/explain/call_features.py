@@ -259,7 +259,8 @@ def _read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int]
 
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
-    """Return the features of each request's pages, or of its selected entries; [] if each K/V head has its own page table."""
+    """Return for each request the features of its pages such as `largest_page` or, in a sparse call, of the K/V entries that
+    its rows select. Return [] if each K/V head has its own page table."""
     if problem.selected is not None:
         return [*read_selections(problem, problem.selected, kv_lens)]
     if problem.k_block_tables.dim() > 2:

@@ -105,11 +105,11 @@ def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return a rule without the literals (tests of one feature) for which there is little evidence.
 
-    A literal stays if two cases prove it: a wrong case for which the rule holds, and a right case that lacks just one of the
-    wrong case's parameter values, and for which only this literal is false. Another literal is removed if it excludes few
-    results: fewer than `FEW` if the rule has fewer than `FEW` wrong results, else fewer right results than `SHOWN_RIGHT` per
-    wrong result. In a rule with n wrong results, all literals after the first n must be proved. `result_of`, int [units], has
-    each unit's result.
+    A literal is proved by two cases: the rule holds for the wrong case. The right case has all of its parameter values but one,
+    and of the rule only this literal is false for it. Proved literals stay. A literal that is not proved is removed if it
+    excludes too few results: fewer than `FEW` if the rule has fewer than `FEW` wrong results, else fewer right results than
+    `SHOWN_RIGHT` times the number of wrong ones. If a rule has n wrong results, its literals after the first n must be proved.
+    `result_of`, int [units], has each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -188,8 +188,8 @@ def _variants(cases: Set[frozenset[str]], of_wrong: Set[frozenset[str]]) -> set[
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
     """Choose units (requests or results) in which rules are searched. Return (indices of the chosen units, their weights).
 
-    Of more than `MOST_UNITS` wrong units, or right units, every k-th is chosen, with k times the weight. All n units of one
-    case weigh sqrt(n + 8) together, and not n, because they are not independent.
+    If there are more than `MOST_UNITS` wrong units, every k-th wrong unit is chosen, and its weight is multiplied by k; right
+    units are chosen likewise. Before that, each of the n units of a case weighs sqrt(n + 8) / n, as they are not independent.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -294,7 +294,9 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the literal of the lowest cost that holds for all wrong units and for few right ones, as a rule; else ()."""
+        """Return a rule of one literal: of those that hold for all wrong units, and for so few right ones that at least
+        `PURE_ALONE` of the weight is wrong, the literal with the lowest cost. Return () if there is none.
+        """
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)

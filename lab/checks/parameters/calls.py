@@ -89,9 +89,11 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
             yield f"the {name} that it returned is not what it wrote into the given one"
 
 
-def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
+def built_call(of: Configuration, ranges: Ranges, device: torch.device, in_reverse: bool = False) -> BuiltCall:
     family = FAMILIES[AttentionCall(of.interface)]
     inputs = family.inputs(of, ranges, device)
+    if in_reverse:
+        inputs = inputs.in_reverse()
     sinks = inputs.sinks
     if of["sinks"] == Sinks.SOME_MINUS_INFINITY:  # which means no sink
         sinks = sinks.clone()

@@ -95,16 +95,18 @@ def _one_by_one(run: CaseRun) -> None:
             # A refused call is not recorded: check K18 reports what is declined.
             with suppress(Unsupported), run.noting(what := f"B, {axis}={value}", needed=True):
                 _judge_one(run, what, built)
+                if axis == "mirrors" and built is not None:  # a schedule may be kept by the sums of lengths
+                    _judge_one(run, f"{what}, requests in reverse order", built, in_reverse=True)
     run.case = first
     _judge_one(run, "A again", built)
 
 
-def _judge_one(run: CaseRun, what: str, first: BuiltCall | None) -> None:
+def _judge_one(run: CaseRun, what: str, first: BuiltCall | None, in_reverse: bool = False) -> None:
     known = len(run.wrongs)
     if first is None:
         JUDGES[run.case.interface](run)
     else:
-        call = built_call(run.case, run.ranges, run.device)
+        call = built_call(run.case, run.ranges, run.device, in_reverse)
         call.share(first)
         judge_built(run, call)
     run.wrongs[known:] = [f"{what}: {each}" for each in run.wrongs[known:]]

@@ -4,20 +4,20 @@ requests, and `MetadataBuffers` the tensors whose addresses CUDA graphs read. A 
 graph was captured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lab.kernels import in_turn
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
+T = TypeVar("T")
 MetadataT = TypeVar("MetadataT")
 PassT = TypeVar("PassT", bound="PassMetadata")
 MetadataT_co = TypeVar("MetadataT_co", covariant=True)
@@ -159,6 +159,25 @@ class Backend(Protocol[MetadataT]):
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
+
+
+def cast_to(dtype: torch.dtype | None, query: Tensor) -> tuple[Tensor, list[Callable[[], object]]]:
+    """Return (new tensor in `dtype`, [function that casts `query` into this tensor]), or (`query`, []) if no cast is needed."""
+    if dtype in (None, query.dtype):
+        return query, []
+    given = torch.empty_like(query, dtype=dtype)
+    return given, [partial(given.copy_, query)]
+
+
+def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]:
+    taken = tuple(steps)
+
+    def run() -> T:
+        for step in taken:
+            step()
+        return result
+
+    return run
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:

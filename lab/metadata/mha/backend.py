@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lab.calls.arguments import check_int
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
-from lab.kernels import cast_to, in_turn, prepare
+from lab.kernels import prepare
+from lab.metadata.engine.backend import cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode

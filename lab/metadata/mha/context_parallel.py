@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.kernels import in_turn
+from lab.metadata.engine.backend import in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import PagedKVCache

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lab.calls.arguments import check_int
 from lab.calls.problem import AttentionCall
-from lab.kernels import in_turn, prepare
+from lab.kernels import prepare
+from lab.metadata.engine.backend import in_turn
 
 DECODE = AttentionCall.DECODE.value
 

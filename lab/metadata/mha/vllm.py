@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.kernels import in_turn, prepare
+from lab.kernels import prepare
+from lab.metadata.engine.backend import in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool

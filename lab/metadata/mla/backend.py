@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.kernels import cast_to, in_turn, prepare
-from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata
+from lab.kernels import prepare
+from lab.metadata.engine.backend import MetadataBuffers, RebuiltMetadata, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode

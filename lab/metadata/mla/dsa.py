@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.kernels import cast_to, in_turn, prepare
-from lab.metadata.engine.backend import RebuildingBackend
+from lab.kernels import prepare
+from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import PagedLatentCache, ShardedLatentCache

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.calls.selection import WINDOW_COLUMNS
-from lab.kernels import cast_to, in_turn, prepare
-from lab.metadata.engine.backend import RebuildingBackend
+from lab.kernels import prepare
+from lab.metadata.engine.backend import RebuildingBackend, cast_to, in_turn
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lab.kernels import in_turn
-from lab.metadata.engine.backend import Backend
+from lab.metadata.engine.backend import Backend, in_turn
 from lab.metadata.engine.cuda_graph import Body, GraphRunner, check_sizes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.arguments import check_int
-from lab.kernels import in_turn
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.metadata.engine.backend import PassMetadata, prepare_passes
+from lab.metadata.engine.backend import PassMetadata, in_turn, prepare_passes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool

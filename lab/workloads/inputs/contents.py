@@ -171,7 +171,9 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Make keys, [kv_len, num_kv_heads, head_dim], needles (large logits): add a multiple of `directions` at `positions`."""
+    """Change `keys`, [kv_len, num_kv_heads, head_dim], in place: the keys at `positions` get large logits, by adding a multiple
+    of `directions`.
+    """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 

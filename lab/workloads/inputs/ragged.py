@@ -4,7 +4,7 @@ tensors can be quantised as SageAttention does, with scales of blocks of rows an
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,11 @@ class RaggedInputs:
     @property
     def scales(self) -> dict[str, float]:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
+
+    def in_reverse(self) -> "RaggedInputs":
+        """Return the inputs with the requests in reverse order: the same numbers of requests, query rows and keys."""
+        query = torch.cat(self.query.split(list(self.q_lens))[::-1])
+        return replace(self, query=query, q_lens=self.q_lens[::-1], parts=self.parts[::-1])
 
     def arguments(self) -> dict[str, Any]:
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
