@@ -3,9 +3,7 @@
 import gc
 import importlib
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Generator, Iterator
 
 from tests.gpus import WORKER, take_own_gpu, visible_gpus
 
@@ -30,33 +28,13 @@ if not torch.cuda.is_available():
 pytest_plugins = ("lab.pytest_plugin", "pytester")
 
 
-@contextmanager
-def _replaced(names: Mapping[str, Any]) -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def _no_watch_of_operators() -> Iterator[None]:
+    """Leave out the comparison of torch's operators, a third of a small case's time. Workers and `test_integrity` make it."""
     from lab import integrity
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in names.items():
-            patch.setattr(integrity, name, value)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def watch() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Leave out the comparison of what a kernel in this process may change, a third of a small case's time; return a context
-    in which it is made. Workers make it always.
-    """
-    from lab import integrity
-
-    nothing: dict[str, Any] = {"_watched": lambda: iter(()), "CLASSES": (), "_overloads": lambda name: []}
-    all_names = {name: getattr(integrity, name) for name in nothing}
-    with _replaced(nothing):
-        yield lambda: _replaced(all_names)
-
-
-@pytest.fixture(scope="module")
-def watched(watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Compare all of it until the end of the module, as `lab judge` does."""
-    with watch():
+        patch.setattr(integrity, "_overloads", lambda name: [])
         yield
 
 

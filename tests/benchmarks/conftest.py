@@ -199,12 +199,11 @@ Timer = Callable[[str, TimedCase, Method, str], TimedPass]
 
 
 @pytest.fixture(scope="session")
-def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings, watch: Any) -> Timer:
+def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     """Time a scenario on all implementations of this run, in turns, when the first of them asks; skip one that declines it."""
     config = request.config
     names = implementation_names(config)
-    with watch():
-        before = bindings()
+    before = bindings()
     modules = [load(name) for name in names]
 
     @functools.lru_cache(maxsize=1)

@@ -32,7 +32,6 @@ RANGES = replace(
     longest=150,
 )
 CHECKS = ("K1", "K2", "K3", "K13", "M3")  # those in which arithmetic shows
-pytestmark = pytest.mark.usefixtures("watched")  # what judges right kernels changes nothing by which they are judged
 SAMPLED = 3  # kernels that are judged without --whole-corpus
 
 

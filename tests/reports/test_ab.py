@@ -105,7 +105,7 @@ def test_a_time_that_the_gpu_cannot_reach_is_refused(
 
 
 def test_a_kernel_that_changes_the_clock_is_named(
-    watched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulate(monkeypatch, times(100, 90))
     honest = ab.measure_interleaved

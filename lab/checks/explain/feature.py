@@ -86,6 +86,9 @@ class Number:
     text: str
     cost: Cost = Cost.ARGUMENT
     several: str = ""
+    is_divided: bool = (
+        False  # kernels divide what it counts by powers of 2, so that ">=" names the first number above one
+    )
 
     def phrase(self, operator: str, value: Value) -> str:
         if operator == ">=" and value == 2 and self.several:
@@ -100,12 +103,14 @@ class Number:
         steps = np.unique(column[~np.isnan(column)]).astype(int).tolist()
         cost = min(math.log2(len(steps)), THRESHOLD_BITS)
         first, last = _spread(steps)
-        least = next((step for step in steps if 1 < step <= FEW), 2) if self.several else -1  # from here on: several
+        several = next((step for step in steps if 1 < step <= FEW), 2) if self.several else -1  # from here on: several
         for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
             if step in first:
-                bits = cost + UNEVEN * ((step - 1) & (step - 2) > 0)
-                yield (">=", 2, 0.5) if step == least else (">=", step, bits)
+                least = max((each for each in steps if each < step), default=step) if self.is_divided else step
+                number = _even(step - 1, least) + 1
+                bits = cost + UNEVEN * ((number - 1) & (number - 2) > 0)
+                yield (">=", 2, 0.5) if step == several else (">=", number, bits)
             if step in last:
                 yield "<=", step, cost + NEGATION_BITS / 2
 
@@ -150,6 +155,12 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
         for name, value in features.items():
             found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
     return found
+
+
+def _even(number: int, least: int) -> int:
+    """Return the largest power of 2 up to `number` if it is at least `least`, else `number`. Small numbers stay as they are."""
+    power = 1 << max(number.bit_length() - 1, 0)
+    return power if number > FEW and power >= least else number
 
 
 def _spread(steps: list[int]) -> tuple[list[int], list[int]]:

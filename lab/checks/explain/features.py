@@ -50,8 +50,10 @@ WATCHED = {
 
 FEATURES: dict[str, CaseFeature] = {
     # Of a request.
-    "kv_len": Number("a request has {} keys", Cost.VALUE, several="a request has several keys"),
-    "q_len": Number("a request has {} query rows", Cost.VALUE, several="a request has several query rows"),
+    "kv_len": Number("a request has {} keys", Cost.VALUE, several="a request has several keys", is_divided=True),
+    "q_len": Number(
+        "a request has {} query rows", Cost.VALUE, several="a request has several query rows", is_divided=True
+    ),
     "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
     "request": Number("a request's place in the batch is {}", Cost.VALUE),
     "first_request": Condition("a request is {|not }the batch's first", Cost.DERIVED),
@@ -85,7 +87,9 @@ FEATURES: dict[str, CaseFeature] = {
     "at_table_end": Condition("a request's pages {|do not }fill its row of the page table", Cost.VALUE),
     "shorter": Condition("a request is {|not }shorter than another", Cost.DERIVED),
     "fewer_tiles": Condition("a request has {fewer|no fewer} tiles of 64 keys than another", Cost.DERIVED),
-    "packed_rows": Number("a request's query rows times query heads per K/V head are {}", Cost.DERIVED),
+    "packed_rows": Number(
+        "a request's query rows times query heads per K/V head are {}", Cost.DERIVED, is_divided=True
+    ),
     "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
     "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
@@ -117,7 +121,7 @@ FEATURES: dict[str, CaseFeature] = {
         f"{{an|no}} entry in the first {EMPTY_COLUMNS} columns of a row is not used", Cost.VALUE
     ),
     "empty_block": Condition("{an|no} aligned block of 32 columns before a row's entry has no used entry", Cost.VALUE),
-    "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED),
+    "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED, is_divided=True),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
     "other_lens_at_request": Condition("a row's sparse_topk_lens {is not|is} that at its request's index", Cost.VALUE),
@@ -127,8 +131,8 @@ FEATURES: dict[str, CaseFeature] = {
     "has_window": Condition("{a|no} window is set"),
     "window_left": Number("window_left is {}", Cost.VALUE),
     "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
-    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED),
-    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE),
+    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED, is_divided=True),
+    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE, is_divided=True),
     "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
     "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
     "mixed_prefixes": Condition("{some, but not all|all or no} requests have keys before their rows", Cost.VALUE),

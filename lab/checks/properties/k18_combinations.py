@@ -254,9 +254,9 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 
 def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
-    """Return at most `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
+    """Return up to `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
     the same non-default values has. If such cases have several values of it, try only its smallest and largest number, or
-    its default if it has no numbers.
+    its default if it has no numbers. A case with a long request also has variants with shorter ones.
     """
     model, left = _model(scope), list[list[Configuration]]()
     # A call of one row is judged on a rank only here, where it may be the right variant.
@@ -270,7 +270,15 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
         points = [model.completed({**subject.non_default, axis: each}) for each in telling]
         left.append([Configuration(scope.interface, each, subject.seed) for each in points if each])
     in_turns = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*left)))
-    return _cheapest_first(itertools.islice(in_turns, MOST_VARIED), scope.ranges, MOST_PRODUCTS)
+    of_few_keys = (model.completed({**subject.non_default, "lengths": each}) for each in _shorter(subject))
+    shorter = [Configuration(scope.interface, each, subject.seed) for each in of_few_keys if each]
+    return _cheapest_first([*shorter, *itertools.islice(in_turns, MOST_VARIED)], scope.ranges, MOST_PRODUCTS)
+
+
+def _shorter(subject: Configuration) -> list[int]:
+    """Return numbers of keys below those of a wrong case's long request: 1 more than powers of 2, where kernels divide keys."""
+    longest = subject.get("lengths")
+    return [2**power + 1 for power in range(6, 12) if type(longest) is int and 2**power + 1 < longest]
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:

@@ -146,7 +146,7 @@ def of_steps(first: set[int], last: set[int]) -> list[Any]:
 
 def uneven(operator: str, step: int) -> float:
     """What a least number costs that is not the first above a power of 2."""
-    return 0.01 if operator == ">=" and step not in (0, 1, 2, 3, 5, 9, 17, 33, 65, 129) else 0.0
+    return 0.01 if operator == ">=" and step not in (0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 257) else 0.0
 
 
 def offsets(most: int, *values: int) -> dict[str, Any]:
@@ -849,6 +849,15 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
             Number("it"),
             range(12),
             [(op, step, 2.5 + bits + uneven(op, step)) for step in range(12) for op, bits in NUMBERS],
+        ),
+        (  # the first number above a power of 2 that the same values exceed; 16 and 20 stay, since 17 is among the values
+            Number("it", is_divided=True),
+            (9, 16, 17, 20, 128, 261),
+            [
+                (op, named if op == ">=" else step, 2.5 + bits + uneven(op, named))
+                for step, named in ((9, 9), (16, 16), (17, 17), (20, 20), (128, 65), (261, 257))
+                for op, bits in NUMBERS
+            ],
         ),
         (Number("it"), range(13), of_steps({0, 1, 2, 3, 5, 9, 12}, {0, 1, 2, 4, 8, 12})),
         (Number("it"), range(0, 130, 4), of_steps({0, 4, 8, 12, 20, 36, 68, 128}, {0, 4, 8, 16, 32, 64, 128})),

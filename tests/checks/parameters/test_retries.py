@@ -168,6 +168,14 @@ def test_cases_that_a_profile_leaves_out_do_not_keep_variants_from_being_judged(
     assert [case for case in rounds[-2] if case.non_default == wrong.non_default | {"causal": False}]
 
 
+def test_a_wrong_case_with_a_long_request_has_variants_with_shorter_ones() -> None:
+    function, scope = AttentionCall.DECODE, Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE)
+    for lengths, shorter in ((4100, [65, 129, 257, 513, 1025, 2049]), (129, [65]), (65, [])):
+        subject = Configuration(function, {"lengths": lengths})
+        found = {case["lengths"] for case in _varied(scope, subject, [subject])} - {lengths}
+        assert sorted(each for each in found if type(each) is int and each % 64 == 1) == shorter
+
+
 def test_a_wrong_case_has_at_most_twenty_variants_with_values_that_no_wrong_case_like_it_has() -> None:
     function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
     subject, groups = Configuration(function, {"offsets": "padding after"}), MODELS[function](Ranges()).axes["group"]

@@ -260,7 +260,7 @@ def test_the_page_of_checks_has_a_row_for_every_check() -> None:
 
 
 def test_a_kernel_that_changes_torch_while_it_is_imported_is_dishonest_in_this_process_too(
-    watched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.linalg, "vector_norm", torch.linalg.vector_norm)  # restored at the end
     kernel = tmp_path / "patches.py"
