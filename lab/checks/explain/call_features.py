@@ -291,8 +291,7 @@ class CallLog:
         self._lens: list[list[int]] = []  # seq_lens of each call
         self._first_of_shapes: dict[Any, tuple[dict[str, Any], list[int]]] = {}
         # Weak references: a tensor must be freed as in an engine, so that a later tensor can get its address.
-        self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int]] = {}
-        self._values: dict[tuple[str, int, torch.Size], list[Any]] = {}
+        self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, list[Any]]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
         """Record a call, and return features that compare it with earlier calls: changed values and written tensors."""
@@ -322,13 +321,13 @@ class CallLog:
         if not isinstance(tensor, Tensor):
             return False
         key = name, tensor.data_ptr(), tensor.shape
-        if values is not None:  # of a new tensor at an old address too
-            seen = self._values.setdefault(key, [])
-            seen += [values] * (values not in seen)
-            return len(seen) > 1
         if key not in self._versions or self._versions[key][0]() is None:
-            self._versions[key] = weakref.ref(tensor), tensor._version
-        return tensor._version > self._versions[key][1]
+            self._versions[key] = weakref.ref(tensor), tensor._version, []
+        _, version, seen = self._versions[key]
+        if values is None:
+            return tensor._version > version
+        seen += [values] * (values not in seen)
+        return len(seen) > 1
 
 
 def _comparable(value: Any) -> Any:
