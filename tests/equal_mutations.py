@@ -21,6 +21,10 @@ lab/calls/problem.py
 - return self.k_block_tables.dim() == 3
 + return self.k_block_tables.dim() >= 3
 = a call refuses a table that has not two or three dimensions
+lab/checks/explain/call_features.py
+- numbers = {name: sizes[name] or 0 for name in ("group", "num_kv_heads")}
++ numbers = {name: sizes[name] or -1 for name in ("group", "num_kv_heads")}
+= a case without these sizes has no feature of them: -1 & -2 is below 0
 lab/checks/explain/diagnosis.py
 - share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
 + share = f" All share: {'; '.join(each.phrase('is', False) for each in shared[:MOST_SHARED])}." if shared else ""
@@ -49,9 +53,6 @@ lab/checks/explain/request_features.py
 - "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
 + "after_no_keys": request > 0 and kv_lens[request - 1] <= 0,
 = a length is not negative
-- return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
-+ return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or -1) for name in ("group", "num_kv_heads")}
-= a case without these sizes has no feature of them: -1 & -2 is below 0
 lab/kernels/support/peers.py
 - honours=PACKAGES_HONOUR | LSES | {Feature.SINKS},
 + honours=PACKAGES_HONOUR ^ LSES | {Feature.SINKS},

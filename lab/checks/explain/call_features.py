@@ -18,7 +18,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_requests, read_shapes
+from lab.checks.explain.request_features import TILE, read_batch, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -60,11 +60,16 @@ class CallFeatures:
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
         """Add the features that follow from lengths to `features`. For a call without pages, `page_size` is `TILE`."""
-        selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
+        batch = read_batch(kv_lens, q_lens, page_size, window_left)
         read = read_requests(kv_lens, q_lens, page_size, window_left, int(features.get("group", 0)))
+        selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
         of_requests = tuple(kept(each | entries) for each, entries in zip(read, selected, strict=True))
-        of_batch = kept(read_batch(kv_lens, q_lens, page_size, window_left))
-        return cls({**features, **of_batch}, of_requests, tuple(q_lens), selected)
+        return cls({**features, **kept(batch)}, of_requests, tuple(q_lens), selected)
+
+
+def _read_shapes(sizes: Read) -> Read:
+    numbers = {name: sizes[name] or 0 for name in ("group", "num_kv_heads")}
+    return {f"{name}_no_power_of_2": number & (number - 1) > 0 for name, number in numbers.items()}
 
 
 def kept(read: Read) -> dict[str, Value]:
@@ -93,7 +98,7 @@ def features_of_case(case: Any) -> CallFeatures:
     model = getattr(case, "model", None)
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
-    read |= read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
+    read |= _read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
     read |= _read_mode(given) | {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
@@ -159,7 +164,7 @@ def _read_call(
         "dtype": query.dtype,
         **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        **read_shapes(sizes),
+        **_read_shapes(sizes),
         "padding_rows": padding_rows > 0,
         "padding_fills_bound": padding_rows > 0 and problem.num_rows == problem.batch_size * problem.max_q_len,
         "sinks": sinks is not None,

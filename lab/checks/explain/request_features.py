@@ -45,7 +45,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "prefix": kv_len > q_len > 0,
         "rows_in_page": q_len > 0 and first_row % page_size > 0,
         "rows_reach_page": first_row > 0 and -(-kv_len // page_size) > -(-first_row // page_size),
-        "q_len_no_power_of_2": _is_no_power_of_2(q_len),
+        "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
         "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
         "hidden_keys": last_seen > 0,
         "hidden_page": first_seen >= page_size,
@@ -60,14 +60,6 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
         "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
     }
-
-
-def _is_no_power_of_2(number: int) -> bool:
-    return number & (number - 1) > 0
-
-
-def read_shapes(sizes: Read) -> Read:
-    return {f"{name}_no_power_of_2": _is_no_power_of_2(sizes[name] or 0) for name in ("group", "num_kv_heads")}
 
 
 def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
