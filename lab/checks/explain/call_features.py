@@ -115,10 +115,10 @@ def features_of_case(case: Any) -> CallFeatures:
 
 def _read_draft(case: DraftListsCase) -> Read:
     page_size, steps, kept_tokens = case.page_size, case.num_steps, case.window_size + case.sink_size
-    in_pages = [(kv_len % page_size, steps) for kv_len in case.lens if page_size > 1]
+    tails = [kv_len % page_size for kv_len in case.lens if page_size > 1]  # tokens in the last page
     return {
-        "steps_fill_pages": any((tail + steps) % page_size == 0 for tail, steps in in_pages),
-        "steps_reach_page": any(-(-(tail + steps) // page_size) > -(-steps // page_size) for tail, steps in in_pages),
+        "steps_fill_pages": any((tail + steps) % page_size == 0 for tail in tails),
+        "steps_reach_page": any(-(-(tail + steps) // page_size) > -(-steps // page_size) for tail in tails),
         "shorter_than_window": case.window_size > 0 and any(0 < kv_len < kept_tokens for kv_len in case.lens),
         "window_meets_sinks": case.window_size > 0 and any(case.window_size < each < kept_tokens for each in case.lens),
     }
@@ -265,7 +265,8 @@ def _read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int]
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
     """Return for each request the features of its pages such as `largest_page` or, in a sparse call, of the K/V entries that
-    its rows select. Return [] if each K/V head has its own page table."""
+    its rows select. Return [] if each K/V head has its own page table.
+    """
     if problem.selected is not None:
         return [*read_selections(problem, problem.selected, kv_lens)]
     if problem.k_block_tables.dim() > 2:

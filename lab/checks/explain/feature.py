@@ -4,6 +4,7 @@ A feature is a named property of a case, a call or a request, such as `kv_len`. 
 such as `kv_len >= 64`. The text of a feature gives the words of a test: "a request has 64 keys or more".
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,14 +82,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class Number:
-    """A feature that is a number. In its text, "{}" stands for the number. `several` is the text for the test ">= 2"."""
+    """A feature that is a number. In its text, "{}" stands for the number. `several` is the text for the test ">= 2". If
+    `is_divided`, kernels divide what the feature counts by powers of 2, and a test ">=" names the first number above a power.
+    """
 
     text: str
     cost: Cost = Cost.ARGUMENT
     several: str = ""
-    is_divided: bool = (
-        False  # kernels divide what it counts by powers of 2, so that ">=" names the first number above one
-    )
+    is_divided: bool = False
 
     def phrase(self, operator: str, value: Value) -> str:
         if operator == ">=" and value == 2 and self.several:
@@ -103,12 +104,12 @@ class Number:
         steps = np.unique(column[~np.isnan(column)]).astype(int).tolist()
         cost = min(math.log2(len(steps)), THRESHOLD_BITS)
         first, last = _spread(steps)
+        before = {step: least for least, step in itertools.pairwise(steps)} if self.is_divided else {}
         several = next((step for step in steps if 1 < step <= FEW), 2) if self.several else -1  # from here on: several
         for step in sorted({*first, *last}):
             yield "==", step, cost + NEGATION_BITS / 2
             if step in first:
-                least = max((each for each in steps if each < step), default=step) if self.is_divided else step
-                number = _even(step - 1, least) + 1
+                number = _even(step - 1, before.get(step, step)) + 1
                 bits = cost + UNEVEN * ((number - 1) & (number - 2) > 0)
                 yield (">=", 2, 0.5) if step == several else (">=", number, bits)
             if step in last:

@@ -95,7 +95,7 @@ def _one_by_one(run: CaseRun) -> None:
             # A refused call is not recorded: check K18 reports what is declined.
             with suppress(Unsupported), run.noting(what := f"B, {axis}={value}", needed=True):
                 _judge_one(run, what, built)
-                if axis == "mirrors" and built is not None:  # a schedule may be kept by the sums of lengths
+                if axis == "mirrors":  # of the ragged call: a schedule may be kept by the sums of lengths
                     _judge_one(run, f"{what}, requests in reverse order", built, in_reverse=True)
     run.case = first
     _judge_one(run, "A again", built)

@@ -52,6 +52,7 @@ CHOSEN = (None, None, 6, 4)
 MOST_PRODUCTS = 2**24
 MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
 MOST_VARIED = 20  # variants of a wrong case
+FIRST_DIVIDED = tuple(2**power + 1 for power in range(6, 12))  # keys: the first numbers that a kernel may divide
 MOST_ALIKE = 8  # cases with the values of other checks' wrong results
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
 
@@ -261,24 +262,22 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
     model, left = _model(scope), list[list[Configuration]]()
     # A call of one row is judged on a rank only here, where it may be the right variant.
     model = replace(model, rules=tuple(rule for rule in model.rules if rule.why != ONE_ROW_OF_RANK))
+
+    def variants(axis: str, values: Iterable[Any]) -> list[Configuration]:
+        points = [model.completed({**subject.non_default, axis: each}) for each in values]
+        return [Configuration(scope.interface, each, subject.seed) for each in points if each]
+
     like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]
     for axis, values in model.axes.items():
         met, sizes = {case[axis] for case in like}, sorted(each for each in values if type(each) is int)
         ends = dict.fromkeys((*sizes[:1], *sizes[-1:]) or values[:1])
         chosen = [each for each in (ends | dict.fromkeys(values) if len(met) == 1 else ends) if each not in met]
         telling = [each for each in chosen if not f"{axis}={each}".startswith(HIDING)]
-        points = [model.completed({**subject.non_default, axis: each}) for each in telling]
-        left.append([Configuration(scope.interface, each, subject.seed) for each in points if each])
+        left.append(variants(axis, telling))
     in_turns = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*left)))
-    of_few_keys = (model.completed({**subject.non_default, "lengths": each}) for each in _shorter(subject))
-    shorter = [Configuration(scope.interface, each, subject.seed) for each in of_few_keys if each]
-    return _cheapest_first([*shorter, *itertools.islice(in_turns, MOST_VARIED)], scope.ranges, MOST_PRODUCTS)
-
-
-def _shorter(subject: Configuration) -> list[int]:
-    """Return numbers of keys below those of a wrong case's long request: 1 more than powers of 2, where kernels divide keys."""
     longest = subject.get("lengths")
-    return [2**power + 1 for power in range(6, 12) if type(longest) is int and 2**power + 1 < longest]
+    shorter = variants("lengths", [each for each in FIRST_DIVIDED if type(longest) is int and each < longest])
+    return _cheapest_first([*shorter, *itertools.islice(in_turns, MOST_VARIED)], scope.ranges, MOST_PRODUCTS)
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
