@@ -231,7 +231,9 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
         batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
     if of["table_rows"] == TWICE:
-        batch.req_pool_indices[-1] = batch.req_pool_indices[0]
+        # The row of the longer request: the other row has no slots for its last tokens
+        longer = max(0, len(case.q_lens) - 1, key=case.kv_lens.__getitem__)
+        batch.req_pool_indices[[0, -1]] = int(batch.req_pool_indices[longer])
     if of["context"] == "exceeded":
         batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # more than a row of req_to_token holds
     if of["padding"].slot_length is not None:

@@ -12,7 +12,7 @@ from lab.checks import Configuration, Level, Outcome, Ranges
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.circumstances import KEPT, WINDOW
 from lab.checks.parameters.coverage import tuples_by_outcome
-from lab.checks.parameters.metadata_axes import METADATA
+from lab.checks.parameters.metadata_axes import METADATA, TWICE
 from lab.checks.parameters.models import FAMILIES, MODELS
 from lab.checks.parameters.paged_axes import MHA, VACUOUS
 from lab.checks.parameters.paged_calls import attention_case
@@ -46,6 +46,22 @@ def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interfac
     for case in empty:
         judged = run_case(lab.metadata, CHECK, case, CPU, Ranges())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
+
+
+@pytest.mark.parametrize("interface", METADATA)
+def test_metadata_of_shared_and_padded_rows_is_right_at_the_full_level(interface: Interface) -> None:
+    """A request with the row of req_to_token of a longer one has all its tokens. Padding rows of a ragged verification are of
+    the last request, also if padding requests without rows follow.
+    """
+    cases = [*CHECK.cases(interface, Ranges(), Level.FULL)]
+    shared = [case for case in cases if case["table_rows"] == TWICE and isinstance(case["prefixes"], int)]
+    padded = [case for case in cases if case["padding"].slot_length is not None and case["mode"] == "RAGGED_VERIFY"]
+    assert shared
+    assert padded or interface is MetadataFunction.MLA_PREFILL
+    for case in (*shared[:12], *padded[:12]):
+        for seed in (0, case["requests"] - 1):  # the first or the last request is the long one
+            judged = run_case(lab.metadata, CHECK, replace(case, seed=seed), CPU, Ranges())
+            assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
 @pytest.mark.parametrize("interface", [*FAMILIES])
