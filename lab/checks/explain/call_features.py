@@ -110,6 +110,11 @@ def features_of_case(case: Any) -> CallFeatures:
     elif read.get("leaves_out_tokens") and hasattr(case, "prefix_lens"):
         pages = ({-(-each // case.page_size) for each in lens} for lens in zip(case.prefix_lens, kv_lens, strict=True))
         read["uncounted_reach_page"] = any(len(each) > 1 for each in pages)
+    if "mode" in given and "page_size" in of_storage:
+        ends = (
+            (kv_len, kv_len + max(q_lens, default=0) - q_len) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)
+        )
+        read["padding_reaches_page"] = any(len({-(-end // case.page_size) for end in each}) > 1 for each in ends)
     return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
 
 
@@ -202,6 +207,10 @@ def _read_call(
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
+        if name in ("query", "key", "value"):
+            read[f"{name}_heads_apart"] = (
+                given is not None and given.shape[-2] > 1 and given.stride(-2) != given.shape[-1]
+            )
         read[f"{name}_far"] = given is not None and (len(given) - 1) * given.stride(0) >= FAR_ELEMENTS
     if sinks is not None:
         read["some_inf_sink"], read["all_inf_sinks"] = (sinks == -math.inf).any(), (sinks == -math.inf).all()

@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls import PagedAttention
 from lab.calls.dsv4_decode import WINDOW_COLUMNS, TwoPools
 from lab.checks.explain.feature import LOADED_COLUMNS, Read
-from lab.checks.explain.features import EMPTY_COLUMNS
+from lab.checks.explain.features import COLUMN_BLOCKS, EMPTY_COLUMNS
 
 
 def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[int]) -> Iterator[Read]:
@@ -24,7 +24,6 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
         counts = is_entry.sum(dim=1)
-        filled = torch.stack([block.any(dim=1) for block in is_entry.split(32, dim=1)], dim=1)
         highest = selected[start:end].cummax(1).values
         num_columns = up_to_last[start:end].sum(dim=1)
         ordered = selected[start:end].where(is_entry, -1).sort(1).values
@@ -39,7 +38,7 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "entry_after_last": follows[start:end].any(),
             "partial_columns": (num_columns % 16 > 0).any(),
             "unused_first_columns": (given[start:end] >= 0)[:, :EMPTY_COLUMNS][~is_used[:, :EMPTY_COLUMNS]].any(),
-            "empty_block": (~filled & _up_to_last(filled)).any(),
+            **{f"empty_block_of_{size}": _has_empty_block(is_entry, size) for size in COLUMN_BLOCKS},
             "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,
@@ -52,6 +51,11 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "entry_past_window_page": window_page is not None
             and (is_entry & (selected[start:end] >= window_page))[:, WINDOW_COLUMNS:].any(),
         }
+
+
+def _has_empty_block(is_entry: Tensor, size: int) -> bool:
+    filled = torch.stack([block.any(dim=1) for block in is_entry.split(size, dim=1)], dim=1)
+    return bool((~filled & _up_to_last(filled)).any())
 
 
 def _up_to_last(marked: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, Tab
 
 # Keys that kernels load at a time, keys at which a window's loop can begin, query rows that kernels compute at a time
 TILES, WINDOW_TILES, ROW_BLOCKS = (64, 128, 256, 512), (32, 64), (16, 64, 128)
+COLUMN_BLOCKS = (32, 64)  # columns of selected entries that kernels skip at a time
 OF_SIZES = {  # features of a request for each of these sizes, written #
     ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
     ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
     ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
+    ("empty_block_of_#", "{an|no} aligned block of # columns before a row's entry has no used entry"): COLUMN_BLOCKS,
     ("late_block_of_#", "requests up to a request have {more|no more} blocks of # rows than all rows fill"): ROW_BLOCKS,
 }
 EMPTY_COLUMNS = 128  # columns of selected entries that kernels load at a time
@@ -74,11 +76,13 @@ FEATURES: dict[str, CaseFeature] = {
     "prefix": Condition("a request with rows has {|no }keys before them", Cost.VALUE),
     "rows_in_page": Condition("a request's rows {|do not }begin within a page", Cost.DERIVED),
     "rows_reach_page": Condition("a request's rows {|do not }reach a page after those of its prefix", Cost.DERIVED),
+    "rows_in_pages": Condition("a request's rows lie in {several pages|one page}", Cost.DERIVED),
     "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
     "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
     "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_unread_keys": Condition("the request before a request has {keys but no|no keys or} query rows", Cost.VALUE),
+    "after_no_rows": Condition("{an|no} earlier request has no query rows", Cost.VALUE),
     "after_inner_no_rows": Condition(
         "{a|no} request without query rows is between the first and a later one", Cost.VALUE
     ),
@@ -93,6 +97,7 @@ FEATURES: dict[str, CaseFeature] = {
     "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
     "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
+    "hidden_rows": Condition("{a|no} window hides tokens of a request's own rows", Cost.VALUE),
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
     "first_window_with_page": Condition("{the|no} window of a request's first row begins with a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
@@ -120,7 +125,6 @@ FEATURES: dict[str, CaseFeature] = {
     "unused_first_columns": Condition(
         f"{{an|no}} entry in the first {EMPTY_COLUMNS} columns of a row is not used", Cost.VALUE
     ),
-    "empty_block": Condition("{an|no} aligned block of 32 columns before a row's entry has no used entry", Cost.VALUE),
     "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED, is_divided=True),
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
@@ -136,6 +140,7 @@ FEATURES: dict[str, CaseFeature] = {
     "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
     "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
     "mixed_prefixes": Condition("{some, but not all|all or no} requests have keys before their rows", Cost.VALUE),
+    "first_no_prefix": Condition("the first request has {no |}keys before its rows", Cost.VALUE),
     "unequal_kv_lens": Condition("requests have {different lengths|one length}", Cost.DERIVED),
     "not_descending": Condition("requests are {not |}in descending order of length", Cost.DERIVED),
     "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
@@ -213,6 +218,10 @@ FEATURES: dict[str, CaseFeature] = {
     "block_sparse": Condition("K/V heads select {pages of their own|no pages}"),
     "head_lengths_differ": Condition("K/V heads select {different numbers of keys|equally many keys}", Cost.VALUE),
     "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
+    **{
+        f"{name}_heads_apart": Condition(f"heads of a row of the {text} {{do not |}}lie next to each other", Cost.VALUE)
+        for name, text in (("query", "query"), ("key", "keys"), ("value", "values"))
+    },
     "value_gaps": Condition("the values {do not |}lie next to each other", Cost.VALUE),
     "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
     "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
@@ -314,6 +323,8 @@ FEATURES: dict[str, CaseFeature] = {
     "leaves_out_tokens": Condition("seq_lens {leaves out tokens of the pass|counts all tokens}", Cost.VALUE),
     "uncounted": Choice("the kind of tokens that seq_lens leaves out", Cost.VALUE),
     "uncounted_reach_page": Condition("tokens that seq_lens leaves out {|do not }reach a new page", Cost.VALUE),
+    "padding_reaches_page": Condition("rows of padding after a request's own {|do not }reach a new page", Cost.VALUE),
+    "narrow_seq_lens": Condition("seq_lens of the batch is {|not }int32", Cost.VALUE),
     "query_rows": Choice("the kind of query rows", Cost.DERIVED),
     "extends_draft": Condition("the forward mode {extends|does not extend} a draft", Cost.VALUE),
     "prefill": Condition("the pass is {a|no} prefill", Cost.VALUE),

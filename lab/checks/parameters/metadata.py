@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.explain.call_features import CallFeatures, features_of_case
+from lab.checks.explain.call_features import CallFeatures, features_of_case, kept
 from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE, VIRTUAL_WITH_HOLES, WITH_HOLES
 from lab.checks.parameters.models import Configuration
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
@@ -135,7 +135,9 @@ def judge_metadata(run: CaseRun) -> None:
 def expect_own_tensors(
     run: CaseRun, batch: ForwardBatch, pool: KVPool, metadata: Any, features: CallFeatures | None = None
 ) -> None:
-    changed = _watched(metadata)
+    changed, of_call = _watched(metadata), features or run.called
+    of_batch = {**of_call.features, "narrow_seq_lens": batch.seq_lens.dtype == torch.int32}
+    features = replace(of_call, features=kept(of_batch))
     for name, tensor in _tensors_of(batch, pool).items():
         tensor.add_(1)  # an engine writes the numbers of its next batch into the same tensors
         wrongs = [f"the metadata's {each} changed with {name}" for each in changed()]

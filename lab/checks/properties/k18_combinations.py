@@ -38,7 +38,7 @@ from lab.checks.parameters.models import MODELS, Configuration
 from lab.checks.parameters.paged_axes import ONE_ROW_OF_RANK, SHORT
 from lab.checks.parameters.paged_calls import attention_case
 from lab.checks.parameters.sampling import DrawnPoint, samples
-from lab.checks.parameters.values import Bound, DtypePair, Lse, Offsets, Sinks
+from lab.checks.parameters.values import Bound, DtypePair, Lse, Offsets, Sinks, Tables
 from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
@@ -51,7 +51,7 @@ CHOSEN = (None, None, 6, 4)
 # Most multiplications of Q·K^T in a case of the quick level's first two rounds. Larger cases come in later rounds.
 MOST_PRODUCTS = 2**24
 MOST_SUBJECTS = 2  # wrong cases near which further cases are judged
-MOST_VARIED = 20  # variants of a wrong case
+MOST_VARIED = 80  # variants of a wrong case
 FIRST_DIVIDED = tuple(2**power + 1 for power in range(6, 12))  # keys: the first numbers that a kernel may divide
 MOST_ALIKE = 8  # cases with the values of other checks' wrong results
 E4M3_QUERIES = ("dtypes", DtypePair("e4m3/e4m3"))
@@ -193,40 +193,57 @@ def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Ite
             yield case
 
 
-def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Configuration]:
     """Yield new cases that show which values make a case wrong. The first of these kinds that is not empty is yielded: simpler
     variants of the simplest wrong cases; cases that keep all unusual values of one of these and vary all others; cases with one
     other value; right cases that differ from one of these in one value, with other seeds. If no case of this check is wrong,
-    yield cases with the values of other checks' wrong results.
+    yield cases with the values of other checks' wrong results, and then cases with all values of the other axes.
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
+    around = partial(_around, scope)
     if not wrong:
-        return _new(itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE), own)
+        alike = [*itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE)]
+        return _first_new(scope, own, alike, _of_each(around, _simplest(alike)))
     simplest, reprs = _simplest(wrong), {case.without_seed for case in wrong}
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
-    further = (partial(_around, scope), partial(_varied, scope, wrong=wrong))
-    for cases in (simpler, *(itertools.chain.from_iterable(map(each, simplest)) for each in further)):
-        if chosen := [*filter(scope.is_chosen, _new(cases, own))]:
-            return iter(chosen)
+    further = (around, partial(_varied, scope, wrong=wrong), partial(_resized, scope))
+    if chosen := _first_new(scope, own, simpler, *(_of_each(each, simplest) for each in further)):
+        return chosen
     judged, values = Counter(each.case.without_seed for each in own), [case.non_default.items() for case in simplest]
     right = (each.case for each in own if each.outcome is Outcome.RIGHT and judged[each.case.without_seed] == 1)
     near = [case for case in right if any(len(case.non_default.items() ^ each) == 1 for each in values)]
     return (replace(case, seed=case.seed + number) for case in near for number in (1, 2))
 
 
+def _of_each(
+    cases_near: Callable[[Configuration], Iterable[Configuration]], subjects: Iterable[Configuration]
+) -> Iterator[Configuration]:
+    return itertools.chain.from_iterable(map(cases_near, subjects))
+
+
+def _first_new(scope: Scope, verdicts: Sequence[CaseVerdict], *several: Iterable[Configuration]) -> list[Configuration]:
+    """Return the new cases of the first of `several` that has cases without a verdict; [] if none has."""
+    for cases in several:
+        if chosen := [*filter(scope.is_chosen, _new(cases, verdicts))]:
+            return chosen
+    return []
+
+
 def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case with the parameter values of each wrong result, as far as the model has such values."""
+    """Yield a case with the parameter values of each wrong result, as far as the model has them and they hide no error."""
     model = _model(scope)
     for result in (each for verdict in verdicts for each in verdict.judged.results if each.wrong):
         read: dict[str, Any] = of_any_request(result.features, [features for features, _ in result.requests])
-        read |= {"dtypes": f"{read.get('dtype')}/{read.get('kv_dtype')}", "heads": read.get("num_qo_heads")}
+        read |= {"dtypes": f"{read['dtype']}/{read['kv_dtype']}"} if "kv_dtype" in read else {}
+        read |= {"heads": read.get("num_qo_heads")}
         read |= {"head_dims": f"{read.get('head_dim')}/{read.get('v_head_dim')}", "causal": "not_causal" not in read}
         read |= {"sinks": Sinks.PER_HEAD if "sinks" in read else Sinks.NONE}
         read |= {"lse": Lse.BASE_E if "lse_base_e" in read else Lse.RETURNED if "return_lse" in read else Lse.NONE}
         read |= {"backend": "trtllm-gen"} if "interleaved_factors" in read else {}
+        read |= {"block_tables": Tables.SEPARATE} if "separate_tables" in read else {}
         has_offsets = "cum_seq_lens_q_given" in read
         read |= {"offsets": Offsets.UNEQUAL if "unequal_q_lens" in read else Offsets.EQUAL} if has_offsets else {}
         read |= {"max_q_len": Bound.NONE if has_offsets and "max_q_len_given" not in read else Bound.EXACT}
@@ -238,7 +255,8 @@ def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configurat
             given = read.get(axis)
             smaller = [each for each in values if type(each) is type(given) is int and each <= given]
             found = [each for each in values if str(each) == str(given)] or sorted(smaller)[-1:]
-            if found and model.fits({**point, axis: found[0]}):
+            hides = found and f"{axis}={found[0]}".startswith(HIDING)
+            if found and not hides and model.fits({**point, axis: found[0]}):
                 point[axis] = found[0]
         if (whole := model.completed(point)) is not None:
             yield Configuration(scope.interface, whole, scope.ranges.seed)
@@ -278,6 +296,29 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
     longest = subject.get("lengths")
     shorter = variants("lengths", [each for each in FIRST_DIVIDED if type(longest) is int and each < longest])
     return _cheapest_first([*shorter, *itertools.islice(in_turns, MOST_VARIED)], scope.ranges, MOST_PRODUCTS)
+
+
+def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
+    """Return variants of a wrong case in which two numbers differ, one of them no default in the wrong case. They show which
+    relation of numbers, such as a window shorter than a request's rows, makes it wrong. One number takes the next smaller and
+    the next larger value, the other one its smallest and largest value.
+    """
+    model, chosen = _model(scope), list[Configuration]()
+    sizes = {axis: sorted(each for each in values if type(each) is int) for axis, values in model.axes.items()}
+
+    def variants(axis: str, size: int, other: str) -> list[Configuration]:
+        others = (each for each in sizes[other] if each != subject.get(other))
+        points = (model.completed({**subject.non_default, axis: size, other: each}) for each in others)
+        cases = (Configuration(scope.interface, point, subject.seed) for point in points if point)
+        return _cheapest_first(cases, scope.ranges, MOST_PRODUCTS)
+
+    for axis in (axis for axis in subject.non_default if subject[axis] in sizes[axis]):
+        at = sizes[axis].index(subject[axis])
+        next_sizes = (*sizes[axis][max(at - 1, 0) : at], *sizes[axis][at + 1 : at + 2])
+        for size, other in itertools.product(next_sizes, sizes):
+            cases = variants(axis, size, other) if other != axis else []
+            chosen += dict.fromkeys((*cases[:1], *cases[-1:]))
+    return chosen
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:

@@ -188,7 +188,7 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, {"lse": LSE, "return_lse": True}, "lse_given return_lse"),
         (DECODE, {"lse": widened(LSE), "return_lse": True}, "lse_given return_lse lse_gaps"),
         (DECODE, {"seq_lens": of("seq_lens").to(torch.uint32)}, "seq_lens_uint32"),
-        (DECODE, {"query": widened(of("query"))}, "query_gaps"),
+        (DECODE, {"query": widened(of("query"))}, "query_gaps query_heads_apart"),
         (DECODE, {"block_tables": widened(TABLES)}, "block_tables_gaps"),
         (DECODE, {"block_tables": TABLES[:1].expand(2, -1).contiguous()}, "one_first_page one_table"),
         (DECODE, {"block_tables": torch.cat([TABLES[:1], TABLES[:1].flip(1)])[:, [0, 1, 2, 2, 1, 0]]}, ""),
@@ -224,8 +224,9 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
             {"query": ARGUMENTS[MLA]["query"].flatten(0, 1), "cum_seq_lens_q": ints(0, 1)},
             "cum_seq_lens_q_given",
         ),
-        (RAGGED, {"key": widened(KEY)}, "key_gaps"),
-        (RAGGED, {"value": widened(VALUE)}, "value_gaps"),
+        (RAGGED, {"key": widened(KEY)}, "key_gaps key_heads_apart"),
+        (RAGGED, {"value": widened(VALUE)}, "value_gaps value_heads_apart"),
+        (RAGGED, {"value": torch.cat([VALUE, VALUE], dim=1)[:, : VALUE.shape[1]]}, "value_gaps"),
         (
             RAGGED,
             {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([5, 7])},
@@ -316,6 +317,7 @@ def test_a_request_without_rows_or_keys_precedes_others(kv_lens: tuple[int, ...]
     read = [*read_earlier(kv_lens, q_lens, 1)]
     assert [each["after_empty"] for each in read] == [False, True, True]
     assert not any(each["after_inner_no_rows"] for each in read)
+    assert [each["after_no_rows"] for each in read] == [False, *[q_lens[0] == 0] * 2]
 
 
 def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None:
@@ -477,7 +479,8 @@ def test_what_follows_the_columns_in_use_is_a_feature(
         ([1] * 48, 32, ""),
         ([1] * 48, 33, "partial_columns"),
         ([*[1] * 32, *[-1] * 16], 20, "partial_columns"),
-        ([*[-1] * 32, 1, *[-1] * 31], 64, "empty_block"),
+        ([*[-1] * 32, 1, *[-1] * 31], 64, "empty_block_of_32"),
+        ([*[-1] * 64, 1, *[-1] * 63], 128, "empty_block_of_32 empty_block_of_64"),
         ([1, *[-1] * 62, 1], 64, ""),
         ([1, *[-1] * 63], 64, ""),
         ([*[1] * 128, *[-1] * 16], 112, "unused_first_columns"),
@@ -490,7 +493,9 @@ def test_blocks_of_columns_are_features(columns: list[int], lens: int, features:
     arguments = sparse_arguments(latent_batch([1], [200]), [[0] * len(columns)], 256, lens=[lens])
     arguments["block_tables"] = torch.tensor([[columns]], dtype=torch.int32)
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    names = {"partial_columns", "empty_block"} | ({"unused_first_columns"} if len(columns) > 128 else set())
+    names = {"partial_columns", "empty_block_of_32", "empty_block_of_64"} | (
+        {"unused_first_columns"} if len(columns) > 128 else set()
+    )
     assert names & only.keys() == {*features.split()}
 
 
@@ -793,6 +798,29 @@ def test_tokens_that_seq_lens_leaves_out_may_reach_a_new_page(prefix: int, reach
     assert ("uncounted_reach_page" in features_of_case(case).features) is reaches
     counted = replace(case, mode=ForwardMode.EXTEND)
     assert "uncounted_reach_page" not in features_of_case(counted).features
+
+
+@pytest.mark.parametrize(("prefix", "reaches"), [(12, False), (13, True), (15, True), (16, False)])
+def test_padding_rows_may_reach_a_new_page(prefix: int, reaches: bool) -> None:
+    case = MetadataCase(ForwardMode.DRAFT_EXTEND, (prefix, 1), (1, 4), page_size=16)
+    assert ("padding_reaches_page" in features_of_case(case).features) is reaches
+    assert "padding_reaches_page" not in features_of_case(replace(case, q_lens=(4, 4))).features
+
+
+@pytest.mark.parametrize(("window_left", "hides"), [(-1, False), (0, True), (2, True), (3, False)])
+def test_a_window_may_hide_rows_of_its_own_request(window_left: int, hides: bool) -> None:
+    assert read_request(0, (20,), 4, 16, window_left)["hidden_rows"] is hides
+
+
+@pytest.mark.parametrize(("kv_len", "several"), [(16, False), (17, True), (19, True), (20, False), (3, False)])
+def test_rows_of_a_request_may_lie_in_several_pages(kv_len: int, several: bool) -> None:
+    assert read_request(0, (kv_len,), 4, 16, -1)["rows_in_pages"] is several
+    assert not read_request(0, (kv_len,), 0, 16, -1)["rows_in_pages"]
+
+
+@pytest.mark.parametrize(("kv_lens", "is_first"), [((4, 9), True), ((9, 4), False), ((), False)])
+def test_the_first_request_may_have_no_prefix(kv_lens: tuple[int, ...], is_first: bool) -> None:
+    assert read_batch(kv_lens, (4,) * len(kv_lens), 16, -1)["first_no_prefix"] is is_first
 
 
 def test_a_configuration_has_the_values_that_are_not_default() -> None:

@@ -64,6 +64,15 @@ def test_metadata_of_shared_and_padded_rows_is_right_at_the_full_level(interface
             assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
+@pytest.mark.parametrize(("dtypes", "is_narrow"), [("int64", False), ("int32", True), ("int32 rows", False)])
+def test_the_dtype_of_seq_lens_is_a_feature_of_metadata_that_must_not_change(dtypes: str, is_narrow: bool) -> None:
+    case = Configuration(MetadataFunction.DSV4_METADATA, {"mode": "EXTEND", "dtypes": dtypes})
+    results = run_case(lab.metadata, CHECK, case, CPU, Ranges()).results
+    found = [result.features for result in results if result.name == "own tensors"]
+    assert found
+    assert all(("narrow_seq_lens" in each) is is_narrow for each in found)
+
+
 @pytest.mark.parametrize("interface", [*FAMILIES])
 def test_the_smoke_level_has_values_at_the_limits_of_a_dtype(interface: AttentionCall) -> None:
     cases = [*CHECK.cases(interface, Ranges(), Level.SMOKE)]

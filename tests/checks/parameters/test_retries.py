@@ -17,7 +17,7 @@ from lab.checks.parameters.coverage import Coverage, Reach, coverage
 from lab.checks.parameters.models import MODELS
 from lab.checks.properties.check import Scope
 from lab.checks.properties.k01_oracle import CHECK as ORACLE
-from lab.checks.properties.k18_combinations import CHECK, _varied
+from lab.checks.properties.k18_combinations import CHECK, _resized, _varied
 from lab.checks.run.verdicts import CaseVerdict, CheckedResult, Judged
 from lab.workloads.interfaces import MetadataFunction
 from tests.checks.parameters.rounds import declined_if, verdicts_in_rounds
@@ -176,7 +176,7 @@ def test_a_wrong_case_with_a_long_request_has_variants_with_shorter_ones() -> No
         assert sorted(each for each in found if type(each) is int and each % 64 == 1) == shorter
 
 
-def test_a_wrong_case_has_at_most_twenty_variants_with_values_that_no_wrong_case_like_it_has() -> None:
+def test_a_wrong_case_has_at_most_eighty_variants_with_values_that_no_wrong_case_like_it_has() -> None:
     function, scope = AttentionCall.CONTEXT, Scope(AttentionCall.CONTEXT, Ranges(), Level.SMOKE)
     subject, groups = Configuration(function, {"offsets": "padding after"}), MODELS[function](Ranges()).axes["group"]
 
@@ -184,13 +184,28 @@ def test_a_wrong_case_has_at_most_twenty_variants_with_values_that_no_wrong_case
         found = [case[axis] for case in _varied(scope, subject, [subject, *wrong])]
         return {each for each in found if each != subject[axis]}
 
-    assert len(_varied(scope, subject, [subject])) == 20
+    assert 60 < len(_varied(scope, subject, [subject])) <= 80
     assert values("causal", Configuration(function, {"causal": False})) == {False}  # it lacks the padding
     assert values("causal", Configuration(function, {"offsets": "padding after", "causal": False})) == set()
     assert not values("contents") | values("bmm1_size") | values("bmm2_size")
     middle = sorted(groups)[len(groups) // 2]
     of_group = values("group", Configuration(function, {"offsets": "padding after", "group": middle}))
     assert of_group == {min(groups), max(groups)} - {subject["group"]}
+
+
+def test_two_numbers_of_a_wrong_case_differ_in_further_variants() -> None:
+    scope = Scope(AttentionCall.DECODE, Ranges(longest=200), Level.SMOKE)
+    subject = Configuration(AttentionCall.DECODE, {"window_left": 1, "mask": "full", "q_len": 4})
+    cases = _resized(scope, subject)
+    assert len(cases) > 40
+    for case in cases:
+        changed = {axis for axis, value in case.values.items() if value != subject[axis]}
+        assert len(changed) == 2
+        assert changed & {"window_left", "q_len"}
+        assert all(type(case[axis]) is int for axis in changed)
+    assert any(1 < case["window_left"] < case["q_len"] - 1 for case in cases)
+    assert any(case["window_left"] >= case["q_len"] for case in cases)
+    assert not _resized(scope, Configuration(AttentionCall.DECODE, {"skip_softmax": 3.0}))
 
 
 WRONG_IN_K1 = AttentionCase(AttentionCall.DECODE, (9, 9000), (4, 4), window_left=3, sinks=True)
@@ -214,6 +229,10 @@ def test_where_other_checks_alone_are_wrong_k18_has_a_case_with_their_values() -
     assert [alike[name] for name in named] == [4, 1, "per head", below, 1, 4, "none"]
     in_k14 = wrong_in("K14", Configuration(AttentionCall.DECODE, {"mask": "tree"}), "output")  # it has several calls
     assert list(CHECK.nearby(scope, [in_k14])) == [alike]
+    judged = CaseVerdict("a kernel", CHECK.key, AttentionCall.DECODE, alike, "cpu", Judged(Outcome.RIGHT, judged=1))
+    around = list(CHECK.nearby(scope, [in_k14, judged]))  # with all values of the other parameters
+    assert len({case["page_size"] for case in around}) > 4
+    assert all(case[name] == alike[name] for case in around for name in ("q_len", "window_left", "sinks"))
     assert not list(CHECK.nearby(scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
 
 
@@ -244,6 +263,15 @@ def test_a_case_like_a_wrong_result_of_another_check_keeps_its_values(features: 
     for each in re.findall(r"\w+=.+?(?= \w+=|$)", values):
         axis, _, value = each.partition("=")
         assert (axis, str(alike[axis])) == (axis, value)
+
+
+def test_a_case_like_a_wrong_result_has_its_page_tables_and_no_data_that_hide_errors() -> None:
+    features = features_of_case(WRONG_IN_K1).features | {"separate_tables": True, "contents": "needles"}
+    result = CheckedResult("the call", "output", features, wrong=True)
+    judged = Judged(Outcome.WRONG, judged=1, results=(result,))
+    verdict = CaseVerdict("a kernel", "K1", AttentionCall.DECODE, WRONG_IN_K1, "cpu", judged)
+    (alike,) = CHECK.nearby(Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE), [verdict])
+    assert (alike["block_tables"], alike["contents"]) == ("separate", "random")
 
 
 def test_where_k18_is_right_k1_has_plainer_cases() -> None:
