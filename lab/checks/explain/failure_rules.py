@@ -227,7 +227,7 @@ class _Search:
         only = _best(self.holds, worth * self.bad, worth * self.good, self.costs)
         is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + Cost.SETTING for number in only)
         if is_plain and only and not any(self._errors([only])):
-            found = [only]
+            found = [self._pruned(only, np.ones(len(self.bad), dtype=bool), ("<=",))]
         right_inside, wrong_outside = self._errors(found)
         alone = self._covering(self.costs)
         # Several rules may only describe in which cases the bug is visible. But if most units are wrong, any literal holds for
@@ -274,12 +274,14 @@ class _Search:
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
-    def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove each negated test without which nearly all units that meet the rule are still wrong."""
+    def _pruned(self, chosen: Chosen, left: Bits, operators: Sequence[str] = ("is not", "!=", "<=")) -> Chosen:
+        """Remove each test with one of `operators` without which nearly all units that meet the rule are still wrong. Above an
+        upper limit, an error may only be too small to be seen.
+        """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
-            if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
-                return self._pruned(rest, left)
+            if rest and self.literals[number].operator in operators and self._purity(rest, left) >= PURE:
+                return self._pruned(rest, left, operators)
         return chosen
 
     def _sure(self) -> Chosen:

@@ -11,6 +11,7 @@ COLUMN_BLOCKS = (32, 64)  # columns of selected entries that kernels skip at a t
 OF_SIZES = {  # features of a request for each of these sizes, written #
     ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
     ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
+    ("hidden_tile_of_#", "{#|fewer than #} keys of a request are before its last row's window"): TILES,
     ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
     ("empty_block_of_#", "{an|no} aligned block of # columns before a row's entry has no used entry"): COLUMN_BLOCKS,
     ("late_block_of_#", "requests up to a request have {more|no more} blocks of # rows than all rows fill"): ROW_BLOCKS,
@@ -57,7 +58,7 @@ FEATURES: dict[str, CaseFeature] = {
         "a request has {} query rows", Cost.VALUE, several="a request has several query rows", is_divided=True
     ),
     "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
-    "request": Number("a request's place in the batch is {}", Cost.VALUE),
+    "request": Number("a request's place in the batch, counted from 1, is {}", Cost.VALUE),
     "first_request": Condition("a request is {|not }the batch's first", Cost.DERIVED),
     "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
     "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
@@ -96,7 +97,7 @@ FEATURES: dict[str, CaseFeature] = {
     ),
     "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
-    "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
+    "hidden_tile": Condition("{64|fewer than 64} keys of a request are before all its windows", Cost.POSITION),
     "hidden_rows": Condition("{a|no} window hides tokens of a request's own rows", Cost.VALUE),
     "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
     "first_window_with_page": Condition("{the|no} window of a request's first row begins with a page", Cost.POSITION),

@@ -29,7 +29,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "num_entries": kv_len,  # unless the rows select entries
         "q_len": q_len,
         "pages": -(-kv_len // page_size),
-        "request": request,
+        "request": request + 1,
         "first_request": request == 0,
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
@@ -51,6 +51,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "hidden_keys": last_seen > 0,
         "hidden_page": first_seen >= page_size,
         "hidden_tile": first_seen >= TILE,
+        **{f"hidden_tile_of_{keys}": last_seen >= keys for keys in TILES},
         "hidden_rows": 0 <= window_left < q_len - 1,
         **{f"windows_in_tiles_of_{keys}": last_seen // keys > max(first_seen, 0) // keys for keys in WINDOW_TILES},
         "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),

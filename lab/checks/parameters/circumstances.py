@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.parameters.covering import Model, Point, Values
-from lab.checks.parameters.values import Bound, DtypePair, HeadDims, Lengths, LogitScale, Rows
+from lab.checks.parameters.values import Bound, DtypePair, HeadDims, Lengths, LogitScale, Offsets, Rows
 
 Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of preference
 FEW_ROWS = 4  # least number of query rows of a request with several rows
@@ -26,7 +26,7 @@ OWN_CODE = ("top_k", "entries", "top_k_lens", "head_pages", "rank", "mask")
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
     *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
-    *("window_left", "longest_request", "causal"),
+    *("window_left", "longest_request", "causal", "offsets", "mode"),
 )
 # Number of axes with values other than the default in a case: of DECISIVE axes, and of other axes. With more such values, a
 # kernel is more likely to decline the case or to run other code than the wrong one.
@@ -66,7 +66,8 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield groups of calls for which kernels have separate code, if the model permits them; not for metadata builders.
+    """Yield groups of calls for which kernels have separate code, if the model permits them. Those of a builder of metadata are
+    the passes of each forward mode, in which at most four parameters differ from their default.
 
     Four groups have one query row per request, and four have several rows per request:
     1. A request has thousands of keys. At most two parameters (`FEW`) differ from their default. They are in
@@ -75,11 +76,14 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     3. A request has thousands of keys. At most four parameters (`SEVERAL`) not in `DECISIVE` differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
 
-    A model with the parameter "causal" has one more group: non-causal calls with fewer keys than rows. In all groups, several
-    query heads share a K/V head if the model has such values.
+    A model with "offsets" has one more group: requests of unequal numbers of rows, and values of `DECISIVE` parameters. A model
+    with "causal" has one more: non-causal calls with fewer keys than rows. In all groups, several query heads share a K/V head
+    if the model has such values.
     """
     axes = model.axes
     if "longest_request" not in axes:  # a metadata builder
+        for mode in axes.get("mode", ()):
+            yield from _restricted(model, {"mode": [mode]}, (), SEVERAL)
         return
     one: Wanted = {"q_len": [1], "rows": [Rows.ONE_EACH]}
     several: Wanted = {"q_len": [rows for rows in axes.get("q_len", ()) if rows >= FEW_ROWS], "rows": [Rows.UNEQUAL]}
@@ -98,6 +102,9 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
         yield from _restricted(model, shared | rows | long, others, FEW)
         yield from _restricted(model, shared | rows | long, DECISIVE, SEVERAL)
         yield from _restricted(model, shared | rows | alone | loose, (), SEVERAL)
+    if Offsets.UNEQUAL in axes.get("offsets", ()):
+        others = [name for name in axes if name not in DECISIVE]
+        yield from _restricted(model, shared | several | {"offsets": [Offsets.UNEQUAL]}, others, SEVERAL)
     if "causal" in axes:
         few: Wanted = {"causal": [False], "lengths": [Lengths.FEWER]}
         yield from _restricted(model, shared | several | few, (), SEVERAL)

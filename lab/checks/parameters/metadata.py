@@ -128,7 +128,7 @@ def judge_metadata(run: CaseRun) -> None:
         batch = _batch(of, later, pool)
     again = _built(run, "the metadata of a later pass", batch, pool, features_of(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in changed()]
-    run.expect("the first pass's metadata", wrongs, "metadata", features_of(run, first))
+    run.expect("the first pass's metadata", wrongs, "invariants", features_of(run, first))
     expect_own_tensors(run, batch, pool, again, features_of(run, later))
 
 

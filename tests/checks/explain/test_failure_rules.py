@@ -166,10 +166,19 @@ def test_of_equal_pairs_the_plainest_is_named() -> None:
     assert set(rule.split(" and ")) == {"has_window", "sinks"}
 
 
+@pytest.mark.parametrize(("num_right", "rule"), [(3, "sinks"), (60, "kv_len <= 248 and sinks")])
+def test_an_upper_limit_that_excludes_few_right_results_is_not_named(num_right: int, rule: str) -> None:
+    """Beside thousands of keys, an error of a sink is too small to be seen."""
+    short = [{"sinks": True, "kv_len": kv_len} for kv_len in (100, 248)]
+    units = [*short * 95, *[{"sinks": True, "kv_len": 4100}] * num_right, *[{"kv_len": 248}, {"kv_len": 4100}] * 100]
+    (found,) = find_rules(units, np.arange(len(units)) < 190, range(len(units)))
+    assert " and ".join(sorted(map(str, found))) == rule
+
+
 def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
     found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))
-    assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
+    assert [literal.phrase for literal in found[0]] == ["a request's place in the batch, counted from 1, is 1 or more"]
 
 
 @pytest.mark.parametrize(

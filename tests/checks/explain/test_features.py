@@ -641,7 +641,7 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (40, 1, 24, 16, "partial_page hidden_keys window_in_page window_at_page_end"),
         (40, 1, 25, 16, "partial_page hidden_keys window_in_page"),
         (40, 4, 21, 16, "partial_page hidden_keys window_in_page window_with_page window_at_page_end"),
-        (80, 1, 15, 256, "partial_page hidden_keys hidden_tile window_in_page"),
+        (80, 1, 15, 256, "partial_page hidden_keys hidden_tile hidden_tile_of_64 window_in_page"),
         (80, 1, 16, 256, "partial_page hidden_keys window_in_page"),
     ],
 )
@@ -695,7 +695,7 @@ def test_requests_are_distinguished_by_their_places_and_neighbours(
     kv_lens: tuple[int, ...], pages: list[int], conditions: list[str]
 ) -> None:
     of_requests = features_of_case(replace(CASE, kv_lens=kv_lens)).of_requests
-    assert [(each["request"], each["pages"]) for each in of_requests] == [*enumerate(pages)]
+    assert [(each["request"], each["pages"]) for each in of_requests] == [*enumerate(pages, 1)]
     places = {"first_request", "last_request", "as_long_as_previous", "after_longer", "after_no_keys", "before_no_keys"}
     assert [places & each.keys() for each in of_requests] == [{*each.split()} for each in conditions]
 
