@@ -37,6 +37,8 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "repeated_entry": ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(),
             "entry_after_last": follows[start:end].any(),
             "partial_columns": (num_columns % 16 > 0).any(),
+            "partial_tile": (num_columns % 64 > 0).any(),
+            "columns_differ": (num_columns != num_columns[:1]).any(),
             "unused_first_columns": (given[start:end] >= 0)[:, :EMPTY_COLUMNS][~is_used[:, :EMPTY_COLUMNS]].any(),
             **{f"empty_block_of_{size}": _has_empty_block(is_entry, size) for size in COLUMN_BLOCKS},
             "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),

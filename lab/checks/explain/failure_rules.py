@@ -1,7 +1,7 @@
 """Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
 A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
-conjunction of at most three literals; right results inside can add a fourth. A unit is one request of a compared result, or a
+conjunction of at most three literals; right results inside can add two more. A unit is one request of a compared result, or a
 whole result; it is wrong or right.
 
 A literal costs fewer bits if a reader understands its feature easily. The cost of a rule is the cost of its literals plus the
@@ -38,7 +38,7 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0  # cost of naming a feature
 SHOWN_RIGHT = 0.05  # a literal stays if it excludes this number of right results per wrong result inside the rule
-MOST_LITERALS = 4  # of a rule to which right cases inside add conditions
+MOST_LITERALS = 5  # of a rule to which right cases inside add conditions
 VARIANT_BITS = 6.0  # evidence of a right variant of a wrong case for a condition that excludes it
 SURE_BITS = 3.0  # by which the evidence for such a condition must exceed its cost
 HIDDEN = 0.2  # factor for the weight of right units with contents or parameter values that can hide an error

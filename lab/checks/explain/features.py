@@ -123,6 +123,8 @@ FEATURES: dict[str, CaseFeature] = {
     "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
     "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
     "partial_columns": Condition("a request's row uses {no|a} multiple of 16 columns", Cost.DERIVED),
+    "partial_tile": Condition("a request's row uses {no|a} multiple of 64 columns", Cost.DERIVED),
+    "columns_differ": Condition("rows of a request use {different numbers|one number} of columns", Cost.VALUE),
     "unused_first_columns": Condition(
         f"{{an|no}} entry in the first {EMPTY_COLUMNS} columns of a row is not used", Cost.VALUE
     ),

@@ -409,12 +409,12 @@ def test_a_right_request_of_a_wrong_result_shows_no_missing_condition() -> None:
     assert sharpened(rule, units, numbers % 2 == 0, numbers // 2, numbers.tolist()) == rule
 
 
-def test_a_rule_gets_at_most_four_conditions_and_each_feature_once() -> None:
-    names = ("mask", "sinks_list", "block_scales", "rank_keys")
+def test_a_rule_gets_at_most_five_conditions_and_each_feature_once() -> None:
+    names = ("mask", "sinks_list", "block_scales", "rank_keys", "separate_tables")
     right = [{"sinks": True, "k=1": True, name: True, value: True} for name in names for value in ("q=1", "q=2")]
     units = [*[{"sinks": True, "k=1": True}] * 20, *right]
     numbers = np.arange(len(units))
-    assert len(sharpened((Literal("sinks", "is"),), units, numbers < 20, numbers, numbers.tolist())) == 4
+    assert len(sharpened((Literal("sinks", "is"),), units, numbers < 20, numbers, numbers.tolist())) == 5
     lens = [*[8, 9, 10] * 7, 6, 7]
     units = [{"kv_len": length, "k=1": True} | ({} if length > 7 else {f"q={length}": True}) for length in lens]
     numbers, rule = np.arange(23), (Literal("kv_len", ">=", 5),)

@@ -474,6 +474,15 @@ def test_what_follows_the_columns_in_use_is_a_feature(
 
 
 @pytest.mark.parametrize(
+    ("lens", "features"), [([64, 64], ""), ([64, 128], "columns_differ"), ([96, 96], "partial_tile")]
+)
+def test_rows_use_whole_tiles_and_equally_many_columns(lens: list[int], features: str) -> None:
+    arguments = sparse_arguments(latent_batch([2], [200]), [[0] * 128] * 2, 256, lens=lens)
+    (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
+    assert {"partial_tile", "columns_differ"} & only.keys() == {*features.split()}
+
+
+@pytest.mark.parametrize(
     ("columns", "lens", "features"),
     [
         ([1] * 48, 32, ""),
