@@ -72,7 +72,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Return matplotlib figures by file name. Each way of timing (clock) has a roofline plot and a plot of time over floor."""
+    """Return matplotlib figures by file name: for each clock and state of L2 a roofline plot, and one of time / least time."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn = {}

@@ -42,9 +42,9 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run steps, (a function or None; the timed run), each on an idle GPU. Return the kernels, copies and fills of each timed
-    run, sorted by start. Raises RuntimeError without cupti-python 13, under another profiler, or for a run without activity,
-    and RefusedTimeError if the GPU executed something that none of the steps launched.
+    """Execute each step: a function or None, and then, on an idle GPU, the timed run. Return the kernels, copies and fills of
+    each timed run, sorted by start. Raises RuntimeError without cupti-python 13, under another profiler, or for a run without
+    activity, and RefusedTimeError if the GPU executed something that none of the steps launched.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind

@@ -24,7 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU during a measurement; empty without NVML. `throttled_by`: why clocks were reduced; None: not known."""
+    """Readings of a GPU during a measurement; empty without NVML. `throttled_by`: why clocks were reduced, None if unknown."""
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)

@@ -35,7 +35,7 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """One forward pass or recorded call that is timed on several implementations, which read the same input tensors."""
+    """One forward pass or recorded call, with the input tensors that its timed implementations share."""
 
     forward: EnginePass | RecordedPass
     #: draws new contents for implementations that read lengths and page ids from the GPU
@@ -86,10 +86,10 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 def time_interleaved(
     case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples. All
-    implementations read the same tensors.
+    """Build one forward pass or read one recorded call, and time it on several implementations with interleaved samples.
+    Those that plan on the host share one set of input tensors, all other implementations a second set.
 
-    Return for each implementation (GPU time, other fields of its recorded row), or the error that prevented the time:
+    Return for each implementation (GPU time, further facts such as {"page_size": 16}), or the error that prevented the time:
     DeclinedError, AssertionError for a wrong output, RefusedTimeError, or an error of the implementation. The field `plan_us`
     is the host time of planning (`lab.kernels.PlannedOnce`), which is not part of the GPU time.
     """
@@ -152,8 +152,8 @@ def case_facts(case: ForwardCase | MLACase | SimpleNamespace) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a recorded row about the time of a call. `kv_dtype` is torch's name of the cache's dtype; "" without
-    a cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
+    """Return facts about the time of a call, such as {"median_us": 12.3}. `kv_dtype` is torch's name of the cache's dtype, ""
+    without a cache. Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

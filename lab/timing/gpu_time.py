@@ -116,7 +116,7 @@ def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
     """Measure GPU times of calls by name. Each round samples every call once, in random order. `seed`: the `contents_seed` of
-    an earlier `GpuTime`, to draw its contents again. Raises WrongWorkError for wrong results or a time that cannot be right,
+    an earlier `GpuTime`, to draw the same tensor contents. Raises WrongWorkError for wrong results or a refused time,
     ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured or recorded.
     """
     staged = {}
@@ -152,8 +152,8 @@ def measure_staged(
 ) -> dict[str, Measured]:
     """Measure the GPU times of prepared calls by name, in rounds of one sample of every call. Return each call's time or error.
 
-    A buffer is one copy of a call's tensors. Between two samples of a call, all its buffers get new queries and lengths, some
-    get new K, V and pages, and outputs are filled with NaN. After each sample, some results of one buffer are copied; after the
+    A buffer is one copy of a call's tensors. Between samples all buffers of a call with a `redraw` get new queries and lengths,
+    some get new K, V and pages, and outputs become NaN. After each sample, some results of one buffer are copied; after the
     last one, all results of one buffer and some of every other buffer. The copies are checked after the samples of all calls.
     """
     if samples < 1:
@@ -192,7 +192,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draw new contents for the buffers of timed calls, from one seed. `turn` is the number of a round of samples."""
+    """Draws new contents for buffers of timed calls, from one seed. An argument `turn` is the number of a round of samples."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

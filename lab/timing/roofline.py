@@ -78,7 +78,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
     """Return a sentence that says why this GPU cannot reach these percentages of its measured rates; "" if it can. `is_cold`:
-    the inputs were not in L2. `kv_dtype`: torch's name of the cache's dtype; products of narrow dtypes may be faster.
+    the inputs were not in L2. `kv_dtype`: torch's name of the cache's dtype; "float8_e4m3fn" and "uint8" permit a higher rate.
     """
     reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
     over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY

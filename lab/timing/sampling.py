@@ -72,7 +72,7 @@ def between_events(steps: Iterable[Step], state: DeviceState, device_index: int,
 def _timed(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return (time of `run` by CUDA events; time of `lead`, `run` and `meanwhile` together by the host's clock), in µs."""
+    """Call `lead`, `run`, `meanwhile` in turn. Return (µs of `run` by CUDA events, µs of all three by the host's clock)."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()

@@ -131,7 +131,7 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many buffers calls must use in turn so that none is still in L2 at its next use; 1 without rotation."""
+    """Return the number of buffers to rotate through, so that a buffer has left L2 at its next use; 1 without rotation."""
     if method.l2 is not L2.COLD_ROTATION:
         return 1
     copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))

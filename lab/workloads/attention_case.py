@@ -25,7 +25,7 @@ def short_repr(case: Any) -> str:
 
 
 class Contents(NamedEnum):
-    """Which numbers a test case has as query, keys and values. A member's text describes the numbers and what they show."""
+    """The numbers in a test case's query, keys and values. A member's text describes them, and often what errors they show."""
 
     RANDOM = "N(0, 1): the output shows errors of rounding"
     NEEDLES = "a few keys outweigh all other keys: the keys at each row's limits, and the keys next to them"
@@ -78,7 +78,7 @@ class Entries(NamedEnum):
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if calls with `top_k_lens` forbid it: some rows select no key, or have -1 before their first key."""
+        """Return True if a row may select no key, or have -1 before its first key. Calls with `top_k_lens` forbid such rows."""
         return self in (Entries.NONE, Entries.LATE)
 
 

@@ -61,7 +61,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a synthetic geometry, such as "tiny-4x2x128-sinks", or "tiny" if that geometry has these sizes."""
+    """Return the name of a synthetic geometry, such as "tiny-4x2x128-sinks"; "tiny" for the sizes of GEOMETRIES["tiny"]."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name

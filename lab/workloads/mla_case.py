@@ -163,7 +163,7 @@ class MLACase(LatentLayer, PassCase):
         return -1 if self.compress_ratio is None else WINDOW_COLUMNS - 1
 
     def _num_selected(self, seen: int, rows: int = 1) -> int:
-        """Return how many entries the last `rows` rows of `seen` tokens read together, if all select the same entries."""
+        """Return how many entries the last `rows` rows of a request of `seen` tokens read, if they select the same ones."""
         if self.compress_ratio is None:
             return min(seen, self.index_topk or seen)
         entries = seen // self.compress_ratio if self.compress_ratio else 0

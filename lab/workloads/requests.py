@@ -81,7 +81,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write `histories` (K, V) to a cache: request i from `first[i]` (or 0) on. `sliding_window`: to that pool's slots."""
+        """Write `histories` to a cache: of request i from token `first[i]` (or 0) on. `sliding_window`: to `pool.swa_slots`."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -113,8 +113,8 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. If
-    `swa_spare_pages` is None, it has no sliding-window pool. With `virtual_slots`, it has three virtual pages for each page.
+    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. With
+    `swa_spare_pages` (also 0) it has a sliding-window pool. With `virtual_slots`, slots are in virtual pages, thrice as many.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(

@@ -104,7 +104,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call of `inputs` with the optional arguments and results in `forms`; sinks and masks only if in `forms`."""
+    """Return a call with the optional arguments and results in `forms`. Without Form.SINKS, sinks of `inputs` are left out."""
     fields_of = {Form.SINKS: "sinks", Form.MASK: "shown"}
     without: dict[str, Any] = {name: None for form, name in fields_of.items() if form not in forms}
     inputs = replace(inputs, **without)
@@ -136,8 +136,8 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the inputs of a call one after another: scales; then sinks, mask, query, K and V to those of `other`; last K, V
-    and page ids to those of `moved`. Yield (change, call with all changes so far). The calls agree in lengths and `forms`.
+    """Change a call step by step: scales in tensors to new values; sinks, mask, query, K and V to those of `other`; K, V and
+    page ids to those of `moved`. Yield (what changed, call with all changes so far). The calls agree in lengths and `forms`.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -230,7 +230,7 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with `value`; for None, and in NVFP4 for all but 0, with the huge value that `POISON` has for its dtype."""
+    """Fill a tensor with `value`, but with the huge POISON[dtype] if `value` is None, or if it is not 0 in an NVFP4 tensor."""
     if value is None or (storage.dtype == NVFP4 and value != 0):  # NVFP4 cannot hold NaN
         value = POISON[storage.dtype]
     storage.fill_(value)
@@ -249,7 +249,7 @@ def unwritten(buffer: Tensor) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a uint8 workspace of zeros: 8 MiB of semaphores, then scratch memory. `of_engine`: on a GPU as much as SGLang."""
+    """Return a uint8 workspace of zeros: 8 MiB of semaphores, then scratch memory. `of_engine`: 512 MiB on a GPU, as SGLang."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.

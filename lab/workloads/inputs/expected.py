@@ -20,7 +20,7 @@ SMALL_BYTES = 2**20  # the checksum of smaller tensors is computed in one sum
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor as bytes: a kernel cannot find it as a tensor, and loading it in another process runs no code of a kernel."""
+    """A tensor as bytes. Code that searches memory for tensors does not find it, and unpickling it runs no foreign code."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -11,7 +11,7 @@ from lab.workloads.attention_case import AttentionCase
 
 def packed_mask(shown: Tensor) -> Tensor:
     """Pack draft masks, bool [batch, q_len, columns], into XQA's uint16 words [batch, q_len, words]. Bit b of word w
-    is column 16 w + b. There are q_len columns, one per draft token; further ones set bits that belong to no token.
+    is column 16 w + b. Columns below q_len are draft tokens. Columns from q_len on, if any, fill the last word's unused bits.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)

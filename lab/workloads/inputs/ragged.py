@@ -32,7 +32,7 @@ Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, 
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One MLA prefill by `trtllm_ragged_attention_deepseek`, as data: new tokens see each other and a cached prefix."""
+    """MLA prefill by `trtllm_ragged_attention_deepseek`, as data. Tokens see a cached prefix and new tokens up to their own."""
 
     prefix_lens: tuple[int, ...]  #: number of cached tokens of each request; negative: fewer keys than query rows
     q_lens: tuple[int, ...]  #: number of new tokens of each request; may be 0
@@ -104,7 +104,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def in_reverse(self) -> "RaggedInputs":
-        """Return the inputs with the requests in reverse order: the same numbers of requests, query rows and keys."""
+        """Return the inputs with the requests in reverse order. The totals of query rows and keys stay the same."""
         query = torch.cat(self.query.split(list(self.q_lens))[::-1])
         return replace(self, query=query, q_lens=self.q_lens[::-1], parts=self.parts[::-1])
 

@@ -30,7 +30,7 @@ def keys_up_to_rows(case: AttentionCase) -> list[int]:
 
 
 def positions_of_rank(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
-    """Return per request which of the rank's keys a row sees: indices among these keys, int64 [q_len, kv_len]; -1: none."""
+    """Return for each request which of the rank's keys each row sees: int64 [q_len, kv_len]; column j is j if seen, else -1."""
     rank, world = case.rank or (0, 1)
     seen = []
     for end, kv_len, q_len in zip(case.all_kv_lens, case.kv_lens, case.q_lens, strict=True):
