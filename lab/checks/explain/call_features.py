@@ -22,12 +22,14 @@ from lab.checks.explain.request_features import TILE, read_batch, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
+from lab.workloads.inputs.guards import host_copies
 
 # The parameters of each function whose default is None
 OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Features that are read from a case's field of this name, or else from the case's `model`.
 SIZES = ("head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")  # of a problem, too
+COPIED = (*REMEMBERED, "bmm1_scale_log2")  # arguments that are compared with those of earlier calls
 OF_TENSORS = ("kv_dtype", "dtype", "kv_layout", *SIZES)
 
 
@@ -213,8 +215,9 @@ def _read_call(
             )
         read[f"{name}_far"] = given is not None and (len(given) - 1) * given.stride(0) >= FAR_ELEMENTS
     if sinks is not None:
-        read["some_inf_sink"], read["all_inf_sinks"] = (sinks == -math.inf).any(), (sinks == -math.inf).all()
-        read["large_sink"] = (sinks > 8).any()
+        values = sinks.cpu()  # one wait for a GPU instead of three
+        read["some_inf_sink"], read["all_inf_sinks"] = (values == -math.inf).any(), (values == -math.inf).all()
+        read["large_sink"] = (values > 8).any()
     if isinstance(problem, PagedAttention):
         read |= _read_pages(interface, arguments, problem)
     return read
@@ -222,7 +225,7 @@ def _read_call(
 
 def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
     is_mla = interface is AttentionCall.MLA_DECODE
-    k_cache, table, mask = problem.k_cache, problem.k_block_tables.flatten(0, -2), problem.mask
+    k_cache, table, mask = problem.k_cache, problem.k_block_tables.cpu().flatten(0, -2), problem.mask
     num_pages, num_kv_heads, page_size, _ = k_cache.shape
     read: Read = {
         "kv_dtype": k_cache.dtype,
@@ -294,9 +297,8 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
     if (workspace := arguments.get("workspace_buffer")) is None:
         return False
     data = workspace.flatten().view(torch.uint8)
-    if not data[SEMAPHORE_BYTES:][:64].any():
-        return bool(data[:64].any()) and not counts_in_workspace(arguments.get("backend", "auto"), device)
-    return True
+    has_counts, is_used = torch.stack([data[:64].any(), data[SEMAPHORE_BYTES:][:64].any()]).bool().tolist()
+    return is_used or (has_counts and not counts_in_workspace(arguments.get("backend", "auto"), device))
 
 
 class CallLog:
@@ -311,13 +313,16 @@ class CallLog:
     def read(self, arguments: Mapping[str, Any]) -> Read:
         """Record a call, and return features that compare it with earlier calls: changed values and written tensors."""
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
-        now = {name: _comparable(given.get(name)) for name in REMEMBERED}
+        tensors = {name: given[name] for name in COPIED if isinstance(given.get(name), Tensor)}
+        on_host = given | dict(zip(tensors, host_copies([*tensors.values()]), strict=True))
+        now = {name: _comparable(on_host.get(name)) for name in REMEMBERED}
         if (log2 := given.get("bmm1_scale_log2")) is not None:
-            given["bmm1_scale"], now["bmm1_scale"] = log2, ("in bmm1_scale_log2", _comparable(log2))
+            given["bmm1_scale"] = log2
+            now["bmm1_scale"] = "in bmm1_scale_log2", _comparable(on_host["bmm1_scale_log2"])
         cache = given.get("kv_cache", given.get("key"))
         given["kv_cache"] = cache[0] if isinstance(cache, tuple) else cache
         shapes = tuple(tuple(given[name].shape) for name in ("query", "seq_lens"))
-        lens = given["seq_lens"].flatten().tolist()
+        lens = on_host["seq_lens"].flatten().tolist()
         first, first_lens = self._first_of_shapes.setdefault(shapes, (now, lens))
         read: Read = {
             "later_call": len(self._lens) > 0,

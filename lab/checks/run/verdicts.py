@@ -204,7 +204,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
     if not out.dtype.is_floating_point:
         return OutputComparison(f"the output is {out.dtype}, which is no floating-point dtype")
     found = truth.compare(out, least_bound)
-    wrong_rows, worst_ratio = found.faulty.any(dim=1), found.worst_ratio
+    wrong_rows, worst_ratio = found.faulty.any(dim=1).cpu(), found.worst_ratio
     if not bool(wrong_rows.any()):
         return OutputComparison("", worst_ratio, wrong_rows)
     ((row, head),) = found.worst(1)
@@ -217,7 +217,7 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape or not lse.dtype.is_floating_point:
         return OutputComparison(failure)
-    ratio = truth.lse_ratio(lse)
+    ratio = truth.lse_ratio(lse).cpu()
     is_wrong = ratio > 1
     example = None
     if failure:
@@ -230,8 +230,8 @@ def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)
-    differ = (left != right).flatten(1).any(dim=1)
-    if torch.equal(left, right):
+    differ = (left != right).flatten(1).any(dim=1).cpu()
+    if not bool(differ.any()):
         return OutputComparison("", wrong_rows=differ)
     rows = differ.nonzero().flatten().tolist()
     more = "…" if len(rows) > SHOWN_ROWS else ""
