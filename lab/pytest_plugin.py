@@ -113,7 +113,7 @@ def _workers(name: str, config: pytest.Config) -> Any:
 
 
 class JudgedKernel(pytest.Collector):
-    """A pytest collector that has the tests of one kernel: one for each check of each function in `offered`."""
+    """A pytest collector for one kernel. For each of the kernel's functions (`offered`) it has one test per check."""
 
     def __init__(self, *, ranges: Ranges, offered: list[Interface], **node: Any) -> None:
         super().__init__(**node)
@@ -231,7 +231,7 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the ranges of parameters of each function that was judged only on the values that it supports."""
+    """Print a line for each function that was not judged on all requested values. It has the ranges that were judged."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

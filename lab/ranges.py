@@ -222,8 +222,8 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of the field `name` for check K18 (combinations). If the field has its default, values that fewer
-        kernels support (`Option.beyond`) follow the default values.
+        """Return the values that check K18 (combinations) tries for the field `name`: the field's own values. If these are the
+        default, the values of `Option.beyond` follow, which fewer kernels support.
         """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]

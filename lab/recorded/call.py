@@ -45,7 +45,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Raise RecordingError if `path` is no regular file. Turn errors of the `with` block about a damaged file into this one."""
+    """Raise RecordingError if `path` is no regular file, or if the code in the `with` block finds that it is damaged."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ def reading(path: Path) -> Iterator[Path]:
 
 
 def decoded(path: Path, name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value of the argument `name` from its JSON in FlashInfer's recorder. RecordingError: it has only the type."""
+    """Return an argument's value from the JSON of FlashInfer's recorder. Raise RecordingError if only its type was recorded."""
     match value:
         case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
             return tensors[key]
@@ -176,7 +176,7 @@ class RecordedCall:
         raise RecordingError(f"a call {what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return (expected results, output, LSE) without padding rows and requests with non-finite keys. LSE is in base 2."""
+        """Return (expected results, output, LSE in base 2), without padding rows, and without requests with non-finite keys."""
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out
             lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse

@@ -57,7 +57,7 @@ OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in Attention
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     """Return the attention calls in a folder that `lab record` or FlashInfer wrote, in the order of time; for "FOLDER#3" only
-    the third call. A call with a damaged record is listed as a decode call. Raises RecordingError if there is no call.
+    the third call. A call whose record is damaged counts as a decode call. Raises RecordingError if there is no call.
     """
     numbered = _NUMBERED.fullmatch(str(recording))
     folder, number = (Path(numbered[1]), int(numbered[2])) if numbered else (Path(recording), None)

@@ -44,7 +44,7 @@ _LOG = logging.getLogger("lab.recorded")
 @dataclass(frozen=True)
 class Triggers:
     """Conditions that choose the calls to be recorded. A call is recorded if it meets all of them. A call that raises an error
-    need not meet `longest` and `non_finite`, and is not judged even with `shadow`.
+    need not meet `longest` and `non_finite`. If `shadow` is set, such a call is recorded without being judged.
     """
 
     every: int = 1  #: record one random call, or replay, of each `every` that meet `layers`, `from_s` and `until_s`
@@ -127,7 +127,7 @@ class Recorder:
         self._graphs.clear()
 
     def summary(self) -> str:
-        """Return a text about the recorded calls. Call this once, at the end, because it advances the counter of the calls."""
+        """Return a text such as "2 of 9 calls recorded in DIR". Call this at the end: it adds 1 to the number of calls."""
         words = [f"{self.kept or 'none'} of {counted(next(self._numbers) - 1, 'call')} recorded in {self._folder}"]
         words += [f"{len(self.judged)} judged, {len(self.wrong)} wrong"] if self.triggers.shadow else []
         return "; ".join([*words, *sorted(self._logged)])

@@ -27,8 +27,8 @@ def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
     """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. `fault` is what is
-    wrong with the result, or None. `versions` has the GPU's name by "GPU", and each package's version. `called` is the module
-    or file that was called to find `fault`, "" for the recorded result. RecordingError: `repro.py` cannot express an argument.
+    wrong with the result, or None. `versions` is such as {"GPU": "NVIDIA H200", "torch": "2.9.0"}. `called` is the module or
+    file that was called to find `fault`, "" for the recorded result. RecordingError: `repro.py` cannot express an argument.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)

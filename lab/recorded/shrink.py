@@ -32,7 +32,7 @@ NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # used as
 def shrunk(
     call: RecordedCall, find: Callable[[RecordedCall], Fault | None], synthetic: bool = False
 ) -> tuple[RecordedCall, Fault | None]:
-    """Search for a smaller call that is wrong for the same reason, until Ctrl-C. Return (smallest wrong call, what is wrong).
+    """Search for a smaller call that is wrong for the same reason. Return (smallest one, what is wrong). Ctrl-C ends it early.
 
     Args:
         find: returns what is wrong with a call, or None. `recorded_fault` makes no call and judges the recorded output.
@@ -167,7 +167,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield variants without the unread pages: one in the order of the page table, one in the order of the pool."""
+    """Yield calls without the pages that are not read: one with pages in page table order, one in the order of the pool."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page

@@ -154,8 +154,8 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return (number, page ids) of the tokens of a request that one rank of decode context parallelism has. `keys` is the
-    request's length, `row` its row of ``req_to_token``. Rank p % size has position p: ``page_size / size`` tokens per page.
+    """Return (number of tokens, page ids) of a request on one rank of decode context parallelism. The token at position p is on
+    rank p % size; its pages have ``page_size / size`` tokens. The request has `keys` tokens and row `row` of ``req_to_token``.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -170,9 +170,9 @@ def dsa_forward_metadata(
     tokens: (lengths, K/V pool indices of the selected entries), by query row of a sparse MLA decode call. In the call each row
     is a request. In a mode with drafts, all requests must have equally many rows.
 
-    `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none; nothing is selected
-    for later rows, such as padding. Whole groups of `index_kpool` positions are selected, at most `index_topk` positions per
-    row. The positions after a request's last whole group are always selected.
+    `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none. Rows after
+    these, such as padding, select nothing. Whole groups of `index_kpool` positions are selected, at most `index_topk` positions
+    per row. The positions after a request's last whole group are always selected.
     """
     selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
     is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
@@ -256,9 +256,9 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
     """Return the expected metadata of one decode or target verify of MiniMax-M3: (number of keys of each query row, K/V pool
     slots [K/V head][query row][key]). In the call each query row is a request.
 
-    The keys of a row are the tokens that it sees: those up to the row in its own page, and all of at most 15 earlier pages. The
-    number of a row that sees no token is 1. `topk_pages`, int [num_kv_heads, num_rows, 16], has page table columns of the row,
-    -1 for none.
+    The keys of a row are the tokens that it sees: those up to the row in its own page, and all of at most 15 earlier pages. If
+    it sees none, its number of keys is given as 1. `topk_pages`, int [num_kv_heads, num_rows, 16], has the page table columns
+    that the row selects, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]
@@ -305,7 +305,7 @@ def key_length(batch: Any, i: int) -> int:
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
     """Return the page ids of the first ``length`` tokens (at most ``max_context_len``) of a request, in order. ``row`` is the
     request's row of ``req_to_token``. With ``full_to_swa`` the pages are those of the sliding-window pool. Slot -1 is in page
-    -1. With ``v2p``, in the full pool, slot -1 and a virtual page without a physical page have page id 0.
+    -1. If ``pool.v2p`` exists, the id in the full pool is 0 for slot -1 and for a virtual page without a physical page.
     """
     v2p = getattr(pool, "v2p", None)
     slots = pool.req_to_token[row, : max(0, min(length, pool.max_context_len)) : pool.page_size]

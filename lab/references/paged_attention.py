@@ -183,7 +183,7 @@ class _Piece:
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
         places, rows: for each row that is not padding its index in the piece (block * num_rows + row) and in the query, int64.
-        k_pages, v_pages: page ids of the blocks by `Tile` of keys, int64 [requests * pages]; 0 if no row may see the page.
+        k_pages, v_pages: for each `Tile`, the page ids of its keys, int64 [blocks * pages]; 0 after a block's last page.
     """
 
     def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:

@@ -44,7 +44,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How the verdict on a case changed, in the order of tables. `style` is the style of the table cell that shows it."""
+    """How the verdict on a case changed. Tables list the changes in this order. `style` is the style of their cells."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -196,8 +196,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Say which parameter values the changed cases have, and right cases of one report (`after` if newly wrong) lack."""
-    of_after = change is VerdictChange.NEWLY_WRONG
+    """Say which parameter values the cases with this change have, and no right case of the same report has."""
+    of_after = change is VerdictChange.NEWLY_WRONG  # repaired cases are wrong in the report before
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
         replace(side, judged=replace(side.judged, outcome=Outcome.WRONG)) for each, side in sides if each is change

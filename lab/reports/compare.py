@@ -263,7 +263,7 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _compared(before: Sequence[Row], after: Sequence[Row], rule: Rule) -> SampleComparison:
-    """Compare the times of two sides. The verdict is UNSURE if a limit of the GPU, such as its power limit, may explain it."""
+    """Compare two sides' times. The verdict is UNSURE if a limit of the GPU, such as its power limit, may be the cause."""
     samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_two_clocks(one, other, "sm_clock_mhz") for one in before for other in after)

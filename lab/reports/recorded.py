@@ -99,8 +99,8 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return a list per scenario and setting, with one tuple per timed implementation, the fastest first: (its row of the
-        recording, its speed compared with the fastest).
+        """Return one list for each set of rows with GPU times that differ only in the implementation. It has a tuple for each
+        row, the fastest first: (row, its speed compared with the fastest).
         """
         found = grouped(
             (without(row.identity, "implementation"), row)

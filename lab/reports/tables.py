@@ -47,9 +47,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Its heading contains the unit."""
-
-    heading: str
+    heading: str  # with the unit
     is_number: bool
 
     def __post_init__(self) -> None:
@@ -87,7 +85,7 @@ def words(value: Any, style: str = "") -> Cell:
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell that shows `value * scale` with `digits` decimals; None: with `SHOWN_DIGITS` significant digits."""
+    """Return a cell that shows `value * scale` with `digits` decimals; None: an int in full, a float with few digits."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
@@ -115,8 +113,8 @@ def make_table(
 ) -> Table:
     """Make a table with one row per record. Columns that are empty in every row are omitted.
 
-    A column with the same text in every row is moved to `Table.common` if its heading is in `say_once`. If `say_once` is None,
-    any such column is moved, provided that there are at least two records. `left_out` is stored as `Table.left_out`.
+    A column with the same text in every row is moved to `Table.common` if its heading is in `say_once` (None: if the table
+    has at least two rows). `left_out` has the headings of columns that are not shown, because their values are too long.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     filled = {name: cells for name, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}

@@ -136,10 +136,10 @@ class JudgedRun(RecordedFile):
 
     @property
     def verdict(self) -> str:
-        """Return "right" if a run for one engine is right, else the worst outcome ("declined" only if all cases are)."""
+        """Return the worst outcome of all cases; "right" if only an engine's cases count (`--profile`) and these are right."""
         if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
-        return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
+        return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)  # all declined
 
     @property
     def verdict_text(self) -> str:
