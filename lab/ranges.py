@@ -100,7 +100,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`, and which of its values the judge tries."""
+    """The command-line option of a field of `Ranges`, and values of the field that few or most kernels support."""
 
     help: str
     kind: Kind

@@ -12,7 +12,9 @@ STYLES = {Answer.WRONG: "wrong", Answer.WITHIN: "unsure", Answer.SAME: "right"} 
 
 
 def invariance_report(found: Invariance) -> TableReport:
-    """Return a table: whether output bits depend on a factor such as the batch size, per function and query and K/V dtype."""
+    """Return a table that says whether output bits depend on a factor, such as the batch size. It has one row per function and
+    factor, and one column per pair of query dtype and K/V dtype.
+    """
     rows = grouped(
         ((each.interface.name.lower().replace("ragged_context", "ragged"), each.check), each)
         for each in sorted(found.dependences, key=lambda each: INTERFACES.index(each.interface))

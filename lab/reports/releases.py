@@ -44,7 +44,7 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding (a known failure), or a region (a group of wrong cases without a finding)."""
+    """A row of the table of releases: a finding (a known failure), or a region (a group of wrong cases without a finding)."""
 
     name: str
     cases: frozenset[CaseKey]  #: the affected cases
