@@ -104,7 +104,7 @@ def drawn_requests(setting: Setting, elements: int, seed: int = 0) -> Iterator[U
 
 def recorded_requests(cases: Iterable[RecordedCase]) -> Iterator[UnstoredRequests]:
     """Yield decode requests that are made from recorded decode and context calls: for each request and K/V head of a call, the
-    last query row of the request and the keys in the window of this row. Sinks are ignored.
+    last query row of the request, and the request's keys (only those in the row's sliding window, if any). Sinks are ignored.
 
     Raises:
         ValueError: a call cannot be read, or its cache is quantised, so that the original K and V are not known.
@@ -156,7 +156,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return (arguments of the decode call, float64 output for the unrounded K and V, `Truth` for the stored K and V)."""
+    """Return (decode arguments, float64 output of the unrounded K and V, expected result of the K and V in the cache)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -182,7 +182,7 @@ def budget(
         vectors: the number of output vectors.
         quantisation: the median relative error of a vector that the rounding of K and V to the cache's dtype makes.
         kernel, bound: the median error of the right kernel (not of `kernel`), and the median of the judge's error bounds.
-        quantisation_over, kernel_over: the shares of elements in which quantisation or the right kernel, exceeds the tolerance.
+        quantisation_over, kernel_over: the shares of elements where quantisation, or the right kernel, exceeds the tolerance.
         given, given_worst: the median error of `kernel`, and its largest ratio of error to bound; absent without `kernel`.
     """
     call, original, truth = _solved(requests, setting)

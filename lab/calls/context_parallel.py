@@ -48,7 +48,7 @@ def problem_of_rank(
     CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
-        argument: what selects context parallelism, such as "enable_dcp=True". If it is "", raise ValueError.
+        argument: what selects context parallelism, such as "enable_dcp=True"; "" if nothing does, which raises ValueError.
         required: name of each restricted argument -> (allowed values, reason).
         uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
     """

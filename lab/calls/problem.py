@@ -216,7 +216,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return a problem with one request per query row, which has the first `num_visible[row]` keys of the row's request."""
+        """Return a problem in which each query row is a request, with the first `num_visible[row]` keys of its request."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -234,7 +234,7 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return a bool mask [num_rows, num_columns]: the columns of `selected` that a row uses; some may be -1."""
+        """Return a bool mask [num_rows, num_columns]: True for each column of `selected` that a row uses, also if it has -1."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
@@ -322,7 +322,7 @@ def mask_words(q_len: int) -> int:
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask, int32 [batch, q_len, words], to bool [batch, row, token]: True if the row sees the token."""
+    """Unpack a draft mask, cast to int32 [batch, q_len, words], to bool [batch, row, token]: True if the row sees the token."""
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 

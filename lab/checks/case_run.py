@@ -133,7 +133,7 @@ class CaseRun:
         """Make the call of `inputs`, with arguments replaced by those in `changes`. Return its results without padding rows.
 
         Raises:
-            Unsupported: the implementation refused the call, and refused it with equivalent arguments too.
+            Unsupported: the implementation refused the call, also with equivalent arguments, such as a tensor for `out`.
             KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
@@ -235,7 +235,7 @@ class CaseRun:
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object with the implementation's attention functions, for the lab's engine code. With PREPARED and PLANNED,
         it also has `prepare_<name>`, which calls the implementation's `prepare_<name>` or `plan_<name>`, if there is one. The
-        functions omit `window_left=-1`, and arguments whose value and default are None.
+        functions do not pass on `window_left=-1`, and None for an argument whose default is None.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -263,7 +263,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record the comparison `what`, and a sentence per error. `call`: the call's features; None for the last call's."""
+        """Record a comparison: its name, errors, kind of results, and the features of its call (None: of the last call)."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)

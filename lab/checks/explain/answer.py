@@ -29,7 +29,7 @@ def answer(
     """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It fits the exit status.
 
     If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged each
-    function and all cases (at the quick level most of them). `left_out` is the number of planned cases that were not judged.
+    function and all cases (at the quick level, most cases suffice). `left_out` is the number of planned cases not judged.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."

@@ -44,7 +44,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return these features and those of the engine's forward pass, `of_case`, which replace equally named ones."""
+        """Add the features of the call's forward pass, `of_case`. They replace the call's, except those of selected entries."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)
@@ -311,7 +311,7 @@ class CallLog:
         self._versions: dict[tuple[str, int, torch.Size], tuple[weakref.ref[Tensor], int, list[Any]]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return features that compare it with earlier calls: changed values and written tensors."""
+        """Record a call, and return features that compare it with earlier calls, such as "longer_request"."""
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         tensors = {name: given[name] for name in COPIED if isinstance(given.get(name), Tensor)}
         on_host = given | dict(zip(tensors, host_copies([*tensors.values()]), strict=True))

@@ -158,8 +158,8 @@ class Diagnosis:
 
 def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "", *, is_whole: bool = True) -> Diagnosis:
     """Return the diagnosis of a run's verdicts, without known failures and declined cases. `answer` and `reach` are the lines
-    that `lab.checks.explain.answer` writes. `is_whole` is False if the run left cases out. If a verdict is dishonest, the
-    diagnosis has only the answer.
+    that `lab.checks.explain.answer` writes. `is_whole` is False if the run left cases out. If a verdict is "dishonest"
+    (the kernel tampered with the judge), the diagnosis has only the answer.
     """
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
@@ -225,7 +225,7 @@ class _Units(NamedTuple):
         return int((self.results_with(self.wrong) & ~explained).sum())
 
     def vacuous_with(self, rule: Rule) -> Bits:
-        """Return which results have no unit (all requests are ignored) and a request for which the rule holds."""
+        """Return which results have only ignored requests (so no unit), and one of these meets the rule: bool [results]."""
         found = ~self.results_with(np.ones(len(self.features), dtype=bool))
         for number in np.flatnonzero(found).tolist():
             _, result = self.results[number]
@@ -265,7 +265,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
-    """Return the features whose requests are ignored: "no_rows", and "no_keys" unless a request without keys is wrong."""
+    """Return which features exclude a request: "no_rows", and "no_keys" unless a `held` result is wrong for such a request."""
     of_requests = (each for _, result in results if result.held == held for each in result.requests)
     is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")

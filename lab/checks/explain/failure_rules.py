@@ -90,8 +90,8 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
-    """Return which units have neither contents nor a parameter value that hide errors, bool [units]. Such a value can hide an
-    error, and fewer units with it are wrong than units without such values.
+    """Return which units have no value that hides errors, bool [units]. Such a value is one of the tensors' contents, or of a
+    parameter in `HIDING`, with which a smaller share of units is wrong than without any such value.
     """
     tags = [
         {str(each.get("contents")), *(name for name in each if name.startswith(HIDING))} - SHOWING for each in units
@@ -105,11 +105,10 @@ def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return a rule without the literals (tests of one feature) for which there is little evidence.
 
-    A literal is proved by two cases: the rule holds for the wrong case. The right case has all of its parameter values but one,
-    and of the rule only this literal is false for it. Proved literals stay. A literal that is not proved is removed if it
-    excludes too few results: fewer than `FEW` if the rule has fewer than `FEW` wrong results, else fewer right results than
-    `SHOWN_RIGHT` times the number of wrong ones. If a rule has n wrong results, its literals after the first n must be proved.
-    `result_of`, int [units], has each unit's result.
+    A literal is proved by a wrong case that meets the rule, and a right case with one parameter value less that meets all
+    literals but this one. Proved literals stay. A literal that is not proved is removed if it excludes too few results: with n
+    wrong results in the rule, fewer than `FEW` results if n is below `FEW`, else fewer than `SHOWN_RIGHT * n` right results.
+    Literals after the first n are removed unless they are proved. `result_of`, int [units], has each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -145,9 +144,9 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits, cases: Sequence[int]) -> Rule:
     """Return a rule with further literals (tests of one feature) that exclude right results, at most `MOST_LITERALS` in all.
 
-    A literal is added if it holds for all wrong units of the rule, and the right cases that it excludes are worth its cost.
-    Variants are worth most: right cases with one parameter value more or less than a wrong case. A literal with another
-    operator than "is" or ">=" must exclude a variant. `result_of`, int [units], has each unit's result.
+    A literal is added if it holds for all wrong units of the rule, and the evidence of the right cases that it excludes exceeds
+    its cost. Variants (see `_variants`), which differ little from a wrong case, are the strongest evidence. A literal with
+    another operator than "is" or ">=" must exclude a variant. `result_of`, int [units], has each unit's result.
     """
     inside = np.flatnonzero(all_hold(rule, units))
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
@@ -173,8 +172,8 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def _variants(cases: Set[frozenset[str]], of_wrong: Set[frozenset[str]]) -> set[frozenset[str]]:
-    """Return the parameter values of those `cases` that have one value more or less than a wrong case, or two more, as one may
-    need the other. None of these one or two values can hide an error.
+    """Return the sets of parameter values (without defaults) that have one value less than a wrong case, and those of `cases`
+    that have one value more, or two, as one may need the other. None of these one or two values can hide an error.
     """
     plain = {case: [value for value in case if not value.startswith(HIDING)] for case in cases | of_wrong}
     found = {case - {value} for case in of_wrong for value in plain[case]}
@@ -275,8 +274,8 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits, operators: Sequence[str] = ("is not", "!=", "<=")) -> Chosen:
-        """Remove each test with one of `operators` without which nearly all units that meet the rule are still wrong. Above an
-        upper limit, an error may only be too small to be seen.
+        """Remove a test with one of `operators` if nearly all units in `left` that meet the remaining rule are wrong too. For
+        example "kv_len <= 64": the kernel may be wrong for more keys, with errors too small to be seen.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)

@@ -83,7 +83,7 @@ class Condition:
 @dataclass(frozen=True)
 class Number:
     """A feature that is a number. In its text, "{}" stands for the number. `several` is the text for the test ">= 2". If
-    `is_divided`, kernels divide what the feature counts by powers of 2, and a test ">=" names the first number above a power.
+    `is_divided`, kernels divide what is counted into blocks of a power of 2: 40 and 100 are separated by ">= 65", not ">= 100".
     """
 
     text: str
@@ -120,8 +120,8 @@ class Number:
 class Choice:
     """A feature with one of several names as its value, such as a dtype. In words: "wherever <text> is <name>".
 
-    If the names are members of an enum (`kinds`), the value is the member's name in lower case, and the words have the text of
-    the member up to the first colon.
+    If the names are members of an enum (`kinds`), the value is the member's name in lower case, and the words show the
+    member's text up to its first colon.
     """
 
     text: str
@@ -150,7 +150,7 @@ CaseFeature = Condition | Number | Choice
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Merge the features of requests into `shared`: conditions that hold for one request, and the largest of each number."""
+    """Return `shared` with the features of requests: conditions that hold for any request, each number's largest value."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -165,9 +165,9 @@ def _even(number: int, least: int) -> int:
 
 
 def _spread(steps: list[int]) -> tuple[list[int], list[int]]:
-    """Return (numbers for tests with ">=", numbers for tests with "<="). Both are all steps, if these are at most
-    `MOST_THRESHOLDS`. Otherwise, both have few numbers, near powers of 2, at which kernels change their code: the first step
-    above each power for ">=", and the last step up to each power for "<=".
+    """Return (values for tests with ">=", values for tests with "<=") from `steps`, the sorted values of a feature. Both are
+    all steps, if these are at most `MOST_THRESHOLDS`. Otherwise they are near powers of 2, at which kernels change their code:
+    the first step above each power for ">=", and the last step up to each power for "<=".
     """
     if len(steps) <= MOST_THRESHOLDS:
         return steps, steps

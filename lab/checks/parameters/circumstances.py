@@ -66,13 +66,13 @@ class Circumstance:
 
 
 def circumstances(model: Model) -> Iterator[Circumstance]:
-    """Yield groups of calls for which kernels have separate code, if the model permits them. Those of a builder of metadata are
-    the passes of each forward mode, in which at most four parameters differ from their default.
+    """Yield groups of calls for which kernels have separate code, if the model permits them. For a builder of metadata, each
+    forward mode is a group: its passes in which at most four parameters differ from their default.
 
     Four groups have one query row per request, and four have several rows per request:
     1. A request has thousands of keys. At most two parameters (`FEW`) differ from their default. They are in
-       `DECISIVE` (they decide which keys a row sees), not in `OWN_CODE`. A model without any of `OWN_CODE` has no group 1.
-    2. As group 1, but the two parameters may be in `OWN_CODE`, such as "mask".
+       `DECISIVE`, such as "sinks", and not in `OWN_CODE`, such as "mask". A model without any of `OWN_CODE` has no group 1.
+    2. As group 1, but the two parameters may also be in `OWN_CODE`.
     3. A request has thousands of keys. At most four parameters (`SEVERAL`) not in `DECISIVE` differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
 

@@ -253,10 +253,10 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values that a call with a point's values tests. Usually these are all
-        that the point contains. But with a value of `vacuous`, the call computes nothing, and for each group of values in
-        `apart` (None: the model's groups), kernels have separate code, as for an NVFP4 cache. If the point has values of such
-        groups, all combinations that are yielded contain a value of each of them.
+        """Yield the values, pairs and declared triples of values of a point that its call tests. These are all of the point,
+        unless the point has a value of a special group: of `vacuous` (the call then computes nothing), or of a group in `apart`
+        (None: the model's groups), for whose values kernels have separate code, as for an NVFP4 cache. Then they are only those
+        that contain a value of each special group that the point has a value of.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}
