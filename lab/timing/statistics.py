@@ -101,7 +101,7 @@ class SampleComparison:
 def compare_samples(
     before_us: Sequence[float], after_us: Sequence[float], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare two sets of samples of one call's time by their medians.
+    """Compare two sets of samples of one call's time. The effect is the ratio of their medians.
 
     FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is
     beyond the minimum effect. SAME: the whole interval lies within the minimum effect, also if the test is significant.

@@ -106,7 +106,7 @@ class PassCase(PassLens):
             )
 
     def refuse_ignored(self, **uses: tuple[bool, str]) -> None:
-        """Raise ValueError if an ignored field differs from its default. `uses`: field -> (is it used, which passes use it)."""
+        """Raise ValueError if an unused field differs from its default. `uses`: field=(is it used?, text for the message)."""
         for name, (is_used, who_uses) in uses.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default and not is_used:
@@ -326,7 +326,7 @@ class ForwardCase(GroupedLayer, PassCase):
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> Any:
-        """Return the engine's attention backend, which calls `implementation`. To build only metadata, it needs none."""
+        """Return the engine's attention backend, which calls `implementation`; None is enough to build only metadata."""
         if self.block_sparse:
             return BlockSparseBackend(implementation, self.model.num_kv_heads)
         if self.engine is not Engine.SGLANG:

@@ -10,7 +10,7 @@ PAGED_CALLS = tuple(call for call, each in CALL_TYPES.items() if "kv_cache" in e
 
 
 def interface_of(name: str) -> Interface:
-    """Return the function with this name. Raise ValueError if the lab judges no function with this name."""
+    """Return the `Interface` of a judged function, by its name. Raise ValueError if the lab judges no function of this name."""
     for each in INTERFACES:
         if each.value == name:
             return each
@@ -18,7 +18,7 @@ def interface_of(name: str) -> Interface:
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the functions that the lab judges and the implementation has. Raise ValueError if one of them is not callable."""
+    """Return the judged functions that an implementation has, such as a module. Raise ValueError if one is not callable."""
     found = {each: getattr(implementation, each.value, None) for each in INTERFACES}
     for each, function in found.items():
         if function is not None and not callable(function):

@@ -114,7 +114,7 @@ def new_pool(
     device: torch.device | str = "cpu",
 ) -> KVPool:
     """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. With
-    `swa_spare_pages` (also 0) it has a sliding-window pool. With `virtual_slots`, slots are in virtual pages, thrice as many.
+    `swa_spare_pages` (also 0) it has a sliding-window pool. With `virtual_slots`, slots are in virtual pages, 3 per page.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(

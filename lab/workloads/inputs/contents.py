@@ -225,7 +225,7 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V as read from a cache, without a layer's scales. `factors` are NVFP4's scale factors, which are applied."""
+    """Return the K and V that a cache stores, without multiplying by the layer's scales. NVFP4 is dequantised by `factors`."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 

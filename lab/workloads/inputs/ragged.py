@@ -183,7 +183,7 @@ class SageInputs(RaggedInputs):
 
 
 def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_block: int) -> SageInputs:
-    """Quantise the tensors of a ragged call: query and key to `dtype` (int8 or e4m3), value to e4m3. Padding is removed."""
+    """Quantise tensors without padding: query and key in blocks of tokens to `dtype` (int8 or e4m3), value to e4m3."""
     rows, q_stored, q_scales = _in_blocks(inputs.query, inputs.q_lens, dtype, q_block)
     keys, values = map(torch.cat, zip(*inputs.parts, strict=True))
     keys, k_stored, k_scales = _in_blocks(keys, inputs.kv_lens, dtype, k_block)
@@ -204,7 +204,7 @@ def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_b
 
 
 def _in_blocks(tokens: Tensor, lens: tuple[int, ...], dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise tokens in blocks. Return (dequantised tokens, float64; quantised tokens; scales, NaN for unused blocks)."""
+    """Quantise each request's tokens in blocks. Return (dequantised, float64; quantised; scales, NaN for unused blocks)."""
     firsts = itertools.accumulate(lens, initial=0)
     numbers = [
         first // block + request + token // block
