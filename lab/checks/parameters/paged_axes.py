@@ -49,6 +49,7 @@ MOST_POOL_ELEMENTS = 2**27  # most elements of the K pool: a large batch has few
 MOST_NVFP4_ELEMENTS = 2**20  # most elements of one K page in NVFP4
 LEAST_KEYS = 64  # estimate of the keys for which a request of a large batch has pages
 
+HEADS_MOVED = (Layout.HEADS_APART, Layout.HEADS_FIRST)  # layouts that only queries of several heads can have
 LSE = (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART)
 OUT = (Output.NONE, Output.GIVEN, Output.VIEW, Output.GIVEN_FP16, Output.GIVEN_FP32)
 QUERY = (
@@ -341,6 +342,14 @@ RULES = constraints(
         "NVFP4 needs pages of at least 16 tokens": lambda dtypes, page_size: dtypes.cache != NVFP4 or page_size >= 16,
         "K and V with tables of their own lie apart": lambda block_tables, cache: (
             not block_tables.is_separate or not (cache.is_one_tensor or cache == Cache.K_IS_V)
+        ),
+        "a single head lies apart from no other": (
+            lambda query, group, num_kv_heads: query not in HEADS_MOVED or group * num_kv_heads > 1,
+            lambda query, heads: query not in HEADS_MOVED or heads > 1,
+            lambda lse, group, num_kv_heads: lse != Lse.STRIDED or group * num_kv_heads > 1,
+            lambda lse, heads: lse not in (Lse.STRIDED, Lse.AS_THE_QUERY) or heads > 1,
+            lambda cache, num_kv_heads: cache != Cache.HEADS_APART or num_kv_heads > 1,
+            lambda cache, kv_layout, num_kv_heads: cache != Cache.V_INSIDE or kv_layout != "NHD" or num_kv_heads > 1,
         ),
         "the only request has rows": lambda requests, offsets: (
             requests > 1 or offsets not in (Offsets.UNEQUAL, *SOME_WITHOUT)
