@@ -1,6 +1,6 @@
 """Find groups of calls for which kernels have separate code, such as calls with a request of thousands of keys."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,16 @@ Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of pref
 FEW_ROWS = 4  # least number of query rows of a request with several rows
 SMALL = HeadDims("64/64")
 WINDOW = 127  # shorter than the longest request, longer than most other requests
-# Axes of sizes (so that cases are cheap) and of memory layouts: they have one value in all cases of a circumstance.
-KEPT = (
+QUANTISED = (
+    DtypePair("e4m3/e4m3"),
+    DtypePair("bf16/nvfp4"),
+)  # dtypes of a query and a cache that have scales of their own
+# Axes of sizes: they have one value in all cases of a circumstance, so that cases are cheap.
+OF_SIZE = (
     *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),
-    *("q_len", "rows", "qk_nope_head_dim", "kv_layout", "query", "cache", "kv", "pages", "contents", "far"),
+    *("q_len", "rows", "qk_nope_head_dim", "pages", "contents", "far"),
 )
+LAYOUTS = ("kv_layout", "query", "cache", "kv")  # have one value in all cases of most circumstances
 # Axes that decide which keys a row sees, and which code computes the row.
 DECISIVE = (
     *("window_left", "offsets", "causal", "mask", "sinks", "skip_softmax", "lse", "rank", "head_pages"),
@@ -25,7 +30,19 @@ DECISIVE = (
 OWN_CODE = ("top_k", "entries", "top_k_lens", "head_pages", "rank", "mask")
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
-    *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
+    *(
+        "dtypes",
+        "group",
+        "heads",
+        "head_dim",
+        "head_dims",
+        "q_len",
+        "rows",
+        "requests",
+        "lengths",
+        "bound",
+        "max_kv_len",
+    ),
     *("window_left", "longest_request", "causal", "offsets", "mode"),
 )
 # Number of axes with values other than the default in a case: of DECISIVE axes, and of other axes. With more such values, a
@@ -76,6 +93,7 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     3. A request has thousands of keys. At most four parameters (`SEVERAL`) not in `DECISIVE` differ from their default.
     4. The batch has one request, and the upper bound of the lengths on the host is far too large.
 
+    Two more groups have quantised queries or caches (`QUANTISED`), with values of parameters that are not in `DECISIVE`.
     A model with "offsets" has one more group: requests of unequal numbers of rows, and values of `DECISIVE` parameters. A model
     with "causal" has one more: non-causal calls with fewer keys than rows. In all groups, several query heads share a K/V head
     if the model has such values.
@@ -105,17 +123,21 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     if Offsets.UNEQUAL in axes.get("offsets", ()):
         others = [name for name in axes if name not in DECISIVE]
         yield from _restricted(model, shared | several | {"offsets": [Offsets.UNEQUAL]}, others, SEVERAL)
+    for dtypes in (each for each in QUANTISED if each in axes.get("dtypes", ())):
+        yield from _restricted(model, shared | {"dtypes": [dtypes]}, DECISIVE, SEVERAL, layouts=())
     if "causal" in axes:
         few: Wanted = {"causal": [False], "lengths": [Lengths.FEWER]}
         yield from _restricted(model, shared | several | few, (), SEVERAL)
 
 
-def _restricted(model: Model, wanted: Wanted, kept: Iterable[str], chosen: int) -> Iterator[Circumstance]:
+def _restricted(
+    model: Model, wanted: Wanted, kept: Iterable[str], chosen: int, layouts: Sequence[str] = LAYOUTS
+) -> Iterator[Circumstance]:
     values = {
         name: next(value for value in several if value in model.axes[name])
         for name, several in wanted.items()
         if not set(several).isdisjoint(model.axes.get(name, ()))
     }
     if (point := model.completed(values)) is not None:
-        fixed = {name: (point[name],) for name in (*values, *kept, *KEPT) if name in point}
+        fixed = {name: (point[name],) for name in (*values, *kept, *OF_SIZE, *layouts) if name in point}
         yield Circumstance(replace(model, axes={**model.axes, **fixed}), chosen)

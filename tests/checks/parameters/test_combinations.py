@@ -10,7 +10,7 @@ from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import Configuration, Level, Outcome, Ranges
 from lab.checks.parameters.calls import built_call
-from lab.checks.parameters.circumstances import KEPT, WINDOW
+from lab.checks.parameters.circumstances import LAYOUTS, OF_SIZE, WINDOW
 from lab.checks.parameters.coverage import tuples_by_outcome
 from lab.checks.parameters.metadata_axes import METADATA, TWICE
 from lab.checks.parameters.models import FAMILIES, MODELS
@@ -112,7 +112,7 @@ def test_the_smoke_level_has_every_form_in_every_circumstance(
     cases = [case for case in CHECK.cases(interface, Ranges(), Level.SMOKE) if wanted.items() <= case.values.items()]
     cases = [case for case in cases if case.get("group", case.get("heads")) > 1]
     assert all(len(case.non_default) <= len(wanted) + 8 for case in cases)
-    wanted |= {name: cases[0][name] for name in KEPT if name in model.axes}
+    wanted |= {name: cases[0][name] for name in (*OF_SIZE, *LAYOUTS) if name in model.axes}
     for axis in {*model.axes} - {*wanted}:
         for value in model.axes[axis]:
             is_possible = model.completed({**wanted, axis: value}) is not None and (axis, value) not in model.vacuous
