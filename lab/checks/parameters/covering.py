@@ -122,7 +122,7 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model without the values that are not in `taken`; None if an axis would have no value."""
+        """Return the model with only the values in `taken`; None if an axis would have no value."""
         left = {name: tuple(each for each in values if ((name, each),) in taken) for name, values in self.axes.items()}
         return replace(self, axes=left) if all(left.values()) else None
 
