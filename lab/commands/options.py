@@ -170,7 +170,7 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
 
 
 def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
-    """End the command with MISUSED if a file is not JSON. Commands call this first, before slow imports."""
+    """Exit with MISUSED and "`what_failed`: reason" if a file is not JSON. Commands call this first, before slow imports."""
     for path in map(Path, paths):
         try:
             if not path.is_dir():
@@ -180,7 +180,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the third call for "FOLDER#3", the only call for "FOLDER". If it has several, end the command with `hint`."""
+    """Return the third call of a folder for "FOLDER#3", its only call for "FOLDER". If it has several, exit with `hint`."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():

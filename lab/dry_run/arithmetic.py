@@ -270,7 +270,7 @@ class _Attention:
         return whole[0].transpose(0, 1)[..., :head_dim]
 
     def _pages(self, descriptor: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the first pages as stored (NVFP4: two elements per byte), [count, num_kv_heads, page_size, elements]."""
+        """Return `count` pages of a TMA descriptor ("tmaK_"), [count, num_kv_heads, page_size, elements (NVFP4: bytes)]."""
         # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
         row_elements, rows, heads, pages = self.maps[descriptor].dims
         if count > pages:
@@ -282,7 +282,7 @@ class _Attention:
         return stored.reshape(count, heads, page_size, row_elements * rows // page_size)
 
     def _entries(self, descriptor: str, cells: torch.Tensor) -> torch.Tensor:
-        """Return the pool's entries up to the last one of `cells`, as pages of one token, [num_entries, 1, 1, head_dim]."""
+        """Return a TMA descriptor's entries up to the largest index in `cells`, as one-token pages [count, 1, 1, head_dim]."""
         tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
         count = int(cells.amax()) + 1 if cells.numel() else 0
         shape, (row_bytes,) = (count, tensor_map.dims[0]), tensor_map.strides_bytes

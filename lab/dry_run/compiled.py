@@ -163,8 +163,8 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Compile C++ `text` to PTX with nvcc, which checks its static assertions. Return the result with the bytes of shared
-    memory, the value of the C++ expression `shared_memory`.
+    """Compile C++ `text` to PTX with nvcc, which checks its static assertions. Return the result. The C++ expression
+    `shared_memory` gives the bytes of shared memory that the kernel needs; the GPU may have fewer, which is a refusal too.
     """
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]

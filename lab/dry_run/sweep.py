@@ -89,7 +89,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield a `Verdict` per call of each function: fixed calls, then `drawn` random ones. `every` 3: only each third call."""
+    """Compare what the lab and the launcher refuse: fixed and `drawn` random calls per function. `every` 3: each third call."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -132,7 +132,7 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
 
 
 def _refusals(kernel: Kernel, capability: Capability, problem: Problem) -> Iterator[str]:
-    """Yield each sentence with which a kernel's rules refuse a call. `why_not` returns only the first of these sentences."""
+    """Yield every sentence with which a kernel's rules refuse a call (`lab.kernels.support.why_not` returns only the first)."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -156,7 +156,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make a call. Return (an error, or what the launch misreads, or None if right; the launched kernel's name or None)."""
+    """Make a call. Return (a sentence about an error or misread argument, or None; name of the launched kernel, or None)."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.

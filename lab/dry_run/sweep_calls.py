@@ -300,7 +300,7 @@ def _in_layout(
 
 
 def amount(form: str, pattern: str) -> int:
-    """Return the number in `form` where `pattern` has "#": 16 for "V 16 bytes on" and "V # bytes on"; 0 without a match."""
+    """Return the number that "#" of `pattern` matches in `form`, or 0: 16 for form "V 16 bytes on", pattern "V # bytes on"."""
     found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
     return int(found[1]) if found else 0
 

@@ -210,7 +210,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct calls: with at most one non-default value, with all values of three axes (`Model.triples`), random."""
+    """Yield distinct calls: at most one non-default value; all combinations of three axes (`Model.triples`); random ones."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

@@ -40,7 +40,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def expect_into_out(run: CaseRun, inputs: Inputs, out: Tensor, truth: Truth, **changes: Any) -> None:
-    """Make a call with a copy of `out` between guard bytes. Expect the right output in it, and unchanged guard bytes."""
+    """Make a call with `changes` and a copy of `out` between guard bytes. Expect the right output and unchanged guard bytes."""
     out, around = guarded(out)
     result = run.vary("out", inputs, out=out, **changes)
     if result is not None:

@@ -77,7 +77,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result) -> Tensor:
 
 
 def scratch_of(run: CaseRun, arguments: dict[str, Any]) -> Tensor:
-    """Return a call's workspace after its counters; all of it if it has none and the kernel wrote into the bytes for them."""
+    """Return a call's workspace without the bytes for counters; all of it if the kernel keeps other data in these bytes."""
     workspace: Tensor = arguments["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)
     return workspace if not counters_of(run, arguments) and semaphores.any() else scratch

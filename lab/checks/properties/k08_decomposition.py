@@ -43,7 +43,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def single_rows(inputs: CallInputs) -> Iterator[Variant]:
-    """Yield calls with one query row of each request and the keys up to this row: the last rows, then the rows before them."""
+    """Yield calls with one query row of each request and the keys up to it: the last row, then the row before it, and so on."""
     for back in range(min(inputs.q_lens)):
         rows = [range(q_len - 1 - back, q_len - back) for q_len in inputs.q_lens]
         which = f"row {back} before the last" if back else "the last row"

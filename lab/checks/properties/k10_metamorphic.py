@@ -89,7 +89,7 @@ def other_pages(run: CaseRun) -> Variant:
 
 
 def page_sizes(run: CaseRun) -> Iterator[Variant]:
-    """Yield the call with its keys in pages of each size of the ranges, and of 256 tokens if 128 is one of these sizes."""
+    """Yield the call with pages of each size in `run.ranges`. Without MLA, also of 256 tokens if 128 is one of these sizes."""
     sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
     if LARGE_PAGE // 2 in sizes and not run.case.is_mla:
         sizes = (*sizes, LARGE_PAGE)

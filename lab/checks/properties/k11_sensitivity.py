@@ -123,8 +123,8 @@ def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale for calls without sinks, because sinks would outweigh all keys. With this scale, exp
-    overflows in a kernel that subtracts the logit of the largest product q·k instead of the largest logit.
+    """Return a negative bmm1_scale. With it, exp overflows in a kernel that subtracts the logit of the largest product q·k
+    instead of the largest logit. The call must have no sinks, because sinks would outweigh all keys.
     """
     # If Q is rounded to e4m3, a scale of -25 could give another key the largest weight: plain torch with this rounding exceeds
     # the error bound in 11 of 12 cases. With -8, its error is at most 0.8 of the bound.

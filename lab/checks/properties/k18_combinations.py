@@ -194,10 +194,10 @@ def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Ite
 
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Configuration]:
-    """Yield new cases that show which values make a case wrong. The first of these kinds that is not empty is yielded: simpler
-    variants of the simplest wrong cases; cases that keep all unusual values of one of these and vary all others; cases with one
-    other value; right cases that differ from one of these in one value, with other seeds. If no case of this check is wrong,
-    yield cases with the values of other checks' wrong results, and then cases with all values of the other axes.
+    """Yield cases near the simplest wrong cases, to show which values make them wrong. Yield only the first of these groups
+    that has new cases: simpler variants; cases with the non-default values of a wrong case and all values of the other axes;
+    variants with one changed value; with two changed numbers; right cases that differ from a wrong case in one value, with
+    other seeds. If no case of this check is wrong, start from cases with the values of other checks' wrong results (`_alike`).
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
@@ -233,7 +233,7 @@ def _first_new(scope: Scope, verdicts: Sequence[CaseVerdict], *several: Iterable
 
 
 def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case with the parameter values of each wrong result, as far as the model has them and they hide no error."""
+    """For each wrong result, yield a case with its parameter values, except those that K18 lacks or that can hide an error."""
     model = _model(scope)
     for result in (each for verdict in verdicts for each in verdict.judged.results if each.wrong):
         read: dict[str, Any] = of_any_request(result.features, [features for features, _ in result.requests])
@@ -273,9 +273,9 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 
 def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
-    """Return up to `MOST_VARIED` variants of a wrong case. Each has another value of one parameter, which no wrong case with
-    the same non-default values has. If such cases have several values of it, try only its smallest and largest number, or
-    its default if it has no numbers. A case with a long request also has variants with shorter ones.
+    """Return up to `MOST_VARIED` variants of a wrong case, each with another value of one parameter. Skip a value if a wrong
+    case has it together with all non-default values of `subject`. If such wrong cases have several values of the parameter,
+    try only its smallest and largest number, or its default if it has no numbers. Also shorten a long request.
     """
     model, left = _model(scope), list[list[Configuration]]()
     # A call of one row is judged on a rank only here, where it may be the right variant.
@@ -299,9 +299,9 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
 
 
 def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
-    """Return variants of a wrong case in which two numbers differ, one of them no default in the wrong case. They show which
-    relation of numbers, such as a window shorter than a request's rows, makes it wrong. One number takes the next smaller and
-    the next larger value, the other one its smallest and largest value.
+    """Return variants of a wrong case with two changed numbers. They show whether a relation of two numbers makes it wrong,
+    such as a window shorter than a request's rows. The first number is one that is no default in the wrong case: it takes its
+    next smaller and next larger value. The second number takes the values of the cheapest and of the most expensive variant.
     """
     model, chosen = _model(scope), list[Configuration]()
     sizes = {axis: sorted(each for each in values if type(each) is int) for axis, values in model.axes.items()}
@@ -322,7 +322,7 @@ def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return the `MOST_SUBJECTS` cases with the fewest non-default values; none has all non-default axes of another."""
+    """Return the `MOST_SUBJECTS` cases with the fewest non-default axes. Skip a case that has all those of a returned one."""
     chosen = list[Configuration]()
     for case in sorted(cases, key=lambda case: len(case.non_default)):
         if not any(each.non_default.keys() <= case.non_default.keys() for each in chosen):
@@ -331,8 +331,8 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield variants of a wrong case, each with a simpler value of one parameter. If such a variant is wrong too (its repr is
-    in `wrong`), also yield the case that has the first such value of each parameter so far.
+    """Yield variants of a wrong case, each with a simpler value of one parameter. If a variant is wrong too (its repr is in
+    `wrong`), keep its value (the first of each parameter), and also yield the case with all values that were kept so far.
     """
     together = subject
     for axis in subject.point:

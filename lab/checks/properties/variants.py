@@ -20,7 +20,7 @@ Maker = Callable[[CaseRun, GivenCall], Callable[[], Result]]
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes the call eagerly. If its first call was accepted, a later refusal raises KernelError."""
+    """Return a function that makes the call eagerly. A refusal raises Unsupported in the first call, KernelError later."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 

@@ -32,9 +32,9 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Choose at random the right cases of each function that the audit judges again: up to `AUDITED` cases of the type
-    `Configuration` (a call as parameter values), and up to `AUDITED` cases of other types. Return a list of verdicts per
-    function. The seeds of the other types are replaced by random ones, which the kernel cannot know.
+    """Choose at random which of the cases judged RIGHT the audit judges again: for each function, up to `AUDITED` of the type
+    `Configuration` (a call as parameter values), and up to `AUDITED` of other types. Return a list of verdicts per function.
+    The cases of other types get new random seeds, which the kernel cannot know.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}

@@ -83,7 +83,7 @@ def judge(
         workers: number of worker processes if `isolated`; or open `Workers` with the same implementation and settings.
         time_limit_s: time limit of one case if `isolated`.
         most_seconds: no case begins after this number of seconds. If the first worker starts slowly, cases may begin for
-            8 s (or `most_seconds`, if less) after its start. A case that still runs 2 s after the end is left out. None: 17
+            8 s (or `most_seconds`, if less) after its start. A case that still runs 2 s after the end is left out. None: 17 s
             at the quick level, or `for_seconds` if that is more; no limit at other levels.
         drawn: number of random cases for each check and function; None for the default of the level.
         refusals: the exceptions that count as refusals, or their names; None for those of `support_protocol.invoke`.

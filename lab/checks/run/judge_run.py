@@ -178,7 +178,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left if self._num_new >= LEAST_DONE else None, is_new))
 
     def noted(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Record a failure that may end the run. Return the verdict with the names of the engines that send its case."""
+        """Record a wrong, failed or dishonest case. Return the verdict with the names of the engines that send its case."""
         sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
         self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST

@@ -299,8 +299,8 @@ class KernelCalls:
     ) -> Any:
         """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
-        If all calls are refused, raise the refusal of the last call that omits no argument with an effect on the result. A
-        refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
+        If all calls are refused, raise the refusal of the last call that only omits arguments of `OMITTED`, or of the first
+        call. A refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
         (`by_engine`), the repeated call may omit `out`, and its result is copied into `out`.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))

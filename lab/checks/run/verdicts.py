@@ -156,7 +156,7 @@ class CaseVerdict:
 
 
 def fate_of(refusal: str) -> str:
-    """Return "judged in an equivalent form" if the refused call was made with equivalent arguments, else "declined"."""
+    """Return "judged in an equivalent form" if the sentence `refusal` says that the call was made in one, else "declined"."""
     return "judged in an equivalent form" if JUDGED_WITH in refusal else "declined"
 
 
