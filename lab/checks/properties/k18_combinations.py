@@ -110,7 +110,7 @@ def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iter
 def _left_in_circumstances(
     chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases with judged values in circumstances (such as long requests) in which these values were not judged yet. At
+    """For each circumstance, such as long requests, yield cases in it with values that were judged only outside of it. At
     most `chosen` values of a case are not defaults (None: as many as the circumstance permits).
     """
     model = _model(scope)
@@ -131,7 +131,7 @@ def _again(chosen: int | None, scope: Scope, verdicts: Sequence[CaseVerdict]) ->
 
 
 def _alone(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case, otherwise with defaults, for each pair or triple of judged values that no judged case has together."""
+    """For each pair or triple of judged values that no judged case has, yield a case whose other values are defaults."""
     taken, goals = retried(_model(scope), verdicts)
     if taken is not None:
         left = set(goals)  # a triple gets no case if one of its pairs gets one

@@ -129,7 +129,7 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the record by which changes of the judge's functions and settings are found. The first call makes it."""
+    """Return a record of the judge's functions and settings, to find changes by a kernel. The first call makes the record."""
     checks_by_key()  # imports all modules of the judge
     return bindings()
 

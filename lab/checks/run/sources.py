@@ -151,7 +151,7 @@ def _imports_of(source: bytes) -> frozenset[tuple[int, str]]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return {key: verdict} of the report at `path`, or {} if there is no report or if it has another digest than `digest`."""
+    """Return {case's key: verdict} of the report at `path`; {} if there is no report, or if its digest is not `digest`."""
     if path is None or not digest or not path.is_file():
         return {}
     try:
