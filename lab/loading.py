@@ -39,11 +39,11 @@ def message_of(error: BaseException) -> str:
 
 
 def load(name: str) -> Any:
-    """Import an implementation and return it.
+    """Import an implementation, such as a module that defines FlashInfer's functions, and return it.
 
     Args:
         name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
-            If the attribute is a function, the implementation has only this function.
+            If the attribute is a function, the result is an object whose only attribute is this function.
 
     Raises:
         LoadError: there is no implementation of this name, or its code raised an error during the import.
@@ -109,7 +109,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return a text that identifies the file or package that `load(name)` imports if `folder` is the working directory."""
+    """Return a text with name and location of what `load(name)` imports if `folder` is the working directory."""
     where, _, attribute = name.partition(":")
     if where.endswith(".py"):
         return f"{os.path.abspath(folder / where)}:{attribute}"

@@ -122,7 +122,7 @@ ELSEWHERE = {call: kernel for kernel in KERNELS[1:] for call in kernel.calls}
 
 
 def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto", of_one_rank: bool = False) -> Kernel:
-    """Return the kernel that FlashInfer runs for a call on a GPU. `why_not` says whether that kernel supports the call there.
+    """Return the kernel that FlashInfer runs for a call on a GPU, even if it does not support all the arguments.
 
     Args:
         call: FlashInfer's function. On GPUs without trtllm-gen, CONTEXT runs fmha_v2, as in SGLang 0.5.23.

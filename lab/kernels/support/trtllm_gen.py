@@ -68,7 +68,7 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels. Every combination of one value of each field has a kernel."""
+    """A set of trtllm-gen's kernels: one for each combination of a dtype triple, head_dims, page size and mask."""
 
     dtypes: Triples
     head_dims: tuple[tuple[int, int], ...]  # pairs of K's and V's
@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return the dtypes, head_dims, page sizes and masks of `built` as a text, without the fields that `fits` marks True."""
+    """Return as a text the values of the fields of `built` that do not fit a call. `fits` has one bool per field."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)

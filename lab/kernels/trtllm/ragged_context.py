@@ -30,7 +30,7 @@ def prepare_ragged(call: RaggedContextCall, problem: RaggedAttention) -> Prepare
     `lab.calls.RaggedContextCall` documents shapes and errors. Raises NotImplementedError with the reason if the kernel does not
     support the call (`lab.kernels.support.why_not`). Without a `workspace_buffer` the lab's own is used, one per device and
     stream. A given workspace may be the decode call's: its first 8 MiB stay zero. Further launches write the results of rows
-    that see no key. They are left out if Q and K/V have the same offsets tensor, or if lengths on the host show no need.
+    that see no key, unless Q and K/V have the same offsets tensor, or lengths on the host show that FlashInfer writes all rows.
     """
     supported_kernel(problem)
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)

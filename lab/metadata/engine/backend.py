@@ -183,8 +183,8 @@ def in_turn(steps: Iterable[Callable[[], object]], result: T) -> Callable[[], T]
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Return a function that writes, in one launch, the metadata of one or several forward passes over the requests of `batch`.
 
-    The launch adds the ``seq_len_offset`` of each pass to the batch's ``seq_lens``. In a ragged verification it must be 0,
-    and the function first adds each request's number of query rows (``extend_seq_lens``) to its length.
+    The launch adds the ``seq_len_offset`` of each pass to the batch's ``seq_lens``. In a ragged verification this offset must
+    be 0, because the function first adds each request's number of query rows (``extend_seq_lens``) to its length.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows.are_bounded:
@@ -205,5 +205,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys per request ``batch.seq_lens`` does not count; 0 in a ragged verification, where it varies."""
+    """Return the ``seq_len_offset`` of a pass for `prepare_passes`: 0 in a ragged verification, else `uncounted_tokens`."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture a block in `graph`, without garbage collection: freeing another CUDA graph would break the capture."""
+    """Capture a `with` block in `graph`, without garbage collection: freeing another CUDA graph would break it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,8 +25,8 @@ class SpecInfo:
             ``num_tokens // batch_size``); an upper bound of this number in ``RAGGED_VERIFY``; None in other modes.
         num_tokens_per_req: number of query rows of each request in ``DRAFT_EXTEND_V2``, or -1 if the number varies; ignored in
             other modes.
-        num_accept_tokens: at least ``[batch_size]`` int32 or int64, query rows of each request of a ``DRAFT_EXTEND`` in a CUDA
-            graph; else None.
+        num_accept_tokens: number of query rows of each request, its accepted tokens, in a ``DRAFT_EXTEND`` in a CUDA graph:
+            int32 or int64, at least ``batch_size`` elements; else None.
         speculative_step_id: number of the draft step, from 0; `FROZEN_KV_STEP` in all steps of a draft that writes no K/V; None
             outside of draft steps. In SGLang each step's backend object has this number.
     """
@@ -40,8 +40,8 @@ class SpecInfo:
     def of(
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
-        """Return the `SpecInfo` of a forward pass, or None without speculative decoding. Each request has `num_rows` query rows
-        (in a ragged verification: at most). `draft_step` is the number of the draft step, or None outside of draft steps.
+        """Return the `SpecInfo` of a verification, draft extend or draft step; None for another pass, such as a prefill.
+        `num_rows`: query rows per request (in a ragged verification at most). `draft_step`: None outside of draft steps.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)

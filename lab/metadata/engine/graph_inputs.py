@@ -100,9 +100,9 @@ class StaticInputs:
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
         """Copy a batch into the buffers, padded to `batch_size` requests, without reading the device on the host.
 
-        Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0 for new tokens. Slot 0 is in the
-        page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or if the batch does not
-        say how many query rows its requests have.
+        Padding requests have row 0 of the request table, 1 token (`padded_seq_len`), and slot 0 for new tokens. Slot 0 is in
+        the page that is reserved for padding. Raises ValueError if the graphs have no room for the batch, or if the batch
+        does not say how many query rows its requests have.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req

@@ -73,8 +73,8 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the number of query rows per request: the tensor ``extend_seq_lens`` in a mode that has it, otherwise one int for
-    all requests. Return None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
+    """Return the number of query rows per request: one int in a decode or TARGET_VERIFY, else the tensor ``extend_seq_lens``.
+    Return None for a prefill without cached prefixes, in which ``cu_seqlens_q`` and ``cu_seqlens_k`` are the same tensor.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -111,9 +111,9 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def seen_by_rows(batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (request, seen, is_padding), each ``[num_rows]``: the index of each query row's request (of a padding row: the
-    last request); the number of tokens up to the row's own token, in a draft step without the drafted tokens, as in SGLang's
-    MLA backend; True for a padding row.
+    """Return (request, seen, is_padding), each ``[num_rows]``. `request` is the index of a row's request; padding rows have the
+    last request's. `seen` is the number of the request's tokens up to the row's own. In a draft step it does not count draft
+    tokens, as in SGLang's MLA backend. `is_padding` marks padding rows, whose `seen` has no meaning.
     """
     keys, mode = key_lens(batch, DraftAttention.MLA), batch.forward_mode
     if mode.query_rows.in_extend_seq_lens:

@@ -163,8 +163,8 @@ def _counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return call arguments that make each query row of a verification a request of its own: an encoder-only layer needs them,
-    because the decode call is causal. As in SGLang 0.5.23, each row has the sliding window of its request's last token.
+    """Return call arguments that make each query row of a verification a request of its own, for encoder-only layers, which are
+    not causal. Each row sees all tokens of its request. A sliding window ends at the last of them in all rows (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -268,8 +268,8 @@ def splits_mixed_tail(
 ) -> bool:
     """Return True if SGLang's `forward_extend` computes the one-token requests at the end of an extend batch by a decode call.
 
-    `query_dtype` is e4m3 if the engine casts the query for an e4m3 cache. `prefills_with_fmha_v2`: the context call runs
-    fmha_v2, not trtllm-gen. `is_decoder`: the layer is causal self-attention (``AttentionType.DECODER``).
+    It does so if query (after the engine's cast) and cache have the same dtype, float16, bfloat16 or e4m3, if the context call
+    does not run fmha_v2, and if the layer is causal self-attention (`is_decoder`, ``AttentionType.DECODER``).
     """
     return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in (*HALF_DTYPES, E4M3)
 

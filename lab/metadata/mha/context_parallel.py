@@ -64,9 +64,9 @@ def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
 def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
     """Return the query rows of one rank in an EXTEND or MIXED batch, and the metadata of the rank's call.
 
-    The new tokens of a request are cut into ``2 * num_ranks`` blocks. The first blocks may be longer by 1. In the call, a block
-    is a request whose length includes all earlier blocks, because the query rows of a context call are the last tokens of a
-    request. If `extend_prefix_lens_cpu` is None, no request has a cached prefix. SGLang decides this by `seq_lens_cpu`.
+    The new tokens of a request are cut into n = ``2 * num_ranks`` blocks. The first blocks may be longer by 1. Rank r gets
+    blocks r and n - 1 - r. In its call each block is a request whose length includes all earlier tokens, because a context
+    call's query rows are a request's last tokens. If `extend_prefix_lens_cpu` is None, no request has a cached prefix.
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)
@@ -74,7 +74,7 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
         raise ValueError(f"rank={rank} must be 0 to {num_ranks - 1}")
     lengths = host_lengths(batch, "extend_seq_lens_cpu")
     query_rows(batch)  # raises where only the device knows the prefixes
-    prefixes = batch.extend_prefix_lens_cpu or (0,) * batch.batch_size
+    prefixes = batch.extend_prefix_lens_cpu or (0,) * batch.batch_size  # SGLang decides by seq_lens_cpu
     first_rows, blocks = list(accumulate(lengths, initial=0)), 2 * num_ranks
     ends = [
         list(accumulate((length // blocks + (block < length % blocks) for block in range(blocks)), initial=0))
@@ -122,7 +122,7 @@ def prepare_zigzag(
     max_context_len: int,
     out: Tensor,
 ) -> Callable[[], Tensor]:
-    """Return a function that computes one layer's attention by one call of `backend` per rank, and writes the rows to `out`."""
+    """Return a function that computes one layer's attention by one call per rank, and writes all ranks' rows to `out`."""
     steps: list[Callable[[], object]] = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))

@@ -41,7 +41,7 @@ class DecodeSplit:
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Return a function that makes all the calls. NotImplementedError: a call to be divided has an LSE, or has no `out`."""
+        """Return a function that makes the smaller calls. NotImplementedError: a divided call has an LSE or no `out`."""
         num_requests = arguments["seq_lens"].shape[0]
         splits = min(self._num_splits, num_requests)
         if splits <= 1 or arguments.get("cum_seq_lens_q") is not None:

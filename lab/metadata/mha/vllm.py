@@ -27,10 +27,10 @@ from lab.named_enum import NamedEnum
 
 
 class Engine(NamedEnum):
-    """The modelled engine. vLLM calls trtllm-gen on SM100 and SM103, XQA on SM90 and SM120 (vLLM's flashinfer.py 1302)."""
+    """The engine whose calls are modelled: SGLang, or vLLM with trtllm-gen (SM100, SM103) or with XQA (SM90, SM120)."""
 
     SGLANG = "SGLang"
-    VLLM = "vLLM"
+    VLLM = "vLLM"  # with trtllm-gen. The GPU determines the kernel (vLLM's flashinfer.py 1302)
     VLLM_XQA = "vLLM with XQA"
 
 
@@ -62,8 +62,8 @@ class VLLMBackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Return a function that computes one layer's attention by a decode and a context call and writes `out`. As upper bound
-        of lengths vLLM passes its longest request's length, and `max_context_len` only when it captures a CUDA graph.
+        """Return a function that computes one layer's attention by a decode and a context call and writes `out`. It ignores
+        `max_context_len`: vLLM bounds lengths by its longest request's length, except when it captures a CUDA graph.
         """
         prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
         longest = max(map(operator.add, prefixes, query_lens(batch)))

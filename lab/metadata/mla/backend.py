@@ -187,10 +187,9 @@ def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor |
 
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which a decode call's query is cast, without a scale (SGLang's `forward_decode`).
-
-    Raises ValueError for a cache of 4-bit values (uint8), which SGLang converts to the model's dtype before each layer's call
-    (`MLATokenToKVPoolFP4.get_key_buffer`).
+    """Return the dtype to which a decode call's query is cast, without a scale: e4m3 with an e4m3 cache, else `dtype`, the
+    model's (SGLang's `forward_decode`). Raises ValueError for a cache of 4-bit values (uint8), which SGLang converts to the
+    model's dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
     """
     if kv_dtype == torch.uint8:
         raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")

@@ -67,11 +67,11 @@ def build_mla_dcp_metadata(
     batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
 ) -> TRTLLMMLADecodeMetadata:
     """Build one rank's metadata of an eager decode, draft step or verification with decode context parallelism (SGLang 0.5.23).
-    `batch` and `pool` have the slots and lengths of the whole group. A page of the pool has 32 or 64 tokens per GPU.
+    `batch` and `pool` have the slots and lengths of the whole group. A page of the pool has p = 32 or 64 tokens per GPU.
 
     ``seq_lens_k`` counts the keys of each request that the rank owns, 0 or more; ``global_seq_lens_k`` counts the keys on all
-    ranks. Column c of the block table has ``req_to_token[request, rank + c * size * page_size] // size // page_size`` for each
-    page with a token of the rank, then -1.
+    ranks. Column c of the block table has ``req_to_token[request, rank + c * size * p] // size // p`` for each page with a
+    token of the rank, then -1.
     """
     page_size = page_size_of_rank(pool, dcp.size)
     check_mla(pool, attention, page_size)

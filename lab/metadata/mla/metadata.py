@@ -221,8 +221,8 @@ def build_mla_prefill_metadata(
 
     Args:
         disable_chunked_prefix_cache: the server's setting. If it is set, a batch with a cached prefix uses FlashInfer's own
-            kernels.
-        in_prefill_graph: whether the pass is captured in a CUDA graph of prefills, which always uses FlashInfer's own kernels.
+            ragged kernels, not TRT-LLM's.
+        in_prefill_graph: whether the pass is captured in a CUDA graph of prefills, which never uses TRT-LLM's kernels.
 
     Raises:
         ValueError: the mode is no prefill, MLA does not support the pool, or the batch lacks a length that the mode needs.
@@ -267,9 +267,9 @@ def allocate_multi_ctas_kv_counters(
     """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, uint8 zeros, for calls of up to ``max_batch_size`` requests on a
     GPU with ``sm_count`` SMs. If several CTAs compute one request, the buffer counts how many of them have finished.
 
-    The buffer has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8 counters
-    (FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`), for at least 8,192 requests, as in SGLang 0.5.23. Kernels
-    reset the counters to zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
+    A counter has 4 bytes. There is one per request and head, for at least 8,192 requests as in SGLang 0.5.23. Their number is
+    at least ``sm_count``, and a multiple of 8 (FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`). Kernels reset
+    them to zero, so that one buffer serves all calls of a stream. Raises ValueError if an argument is below 1.
     """
     for name, number in (("max_batch_size", max_batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
         if number < 1:

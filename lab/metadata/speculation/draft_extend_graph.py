@@ -20,7 +20,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The query rows whose logits a draft extend computes. Of the d rows of request i, accept_lens[i] rows are accepted."""
+    """The query rows whose logits a draft extend computes. Of request i, the first accept_lens[i] rows are accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     ALL_ROWS_WITH_TOPK = "all rows with top-k"  # in addition the most probable token of each row: SGLang 0.5.13's graph

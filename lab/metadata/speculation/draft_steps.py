@@ -145,7 +145,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     capture `write`.
 
     For a frozen-KV draft, which writes no K/V, `batch` must be the result of `frozen_kv_batch`. Without ``seq_lens_cpu`` the
-    length of a step's ``kv_indices`` is not known: it is the step's whole row of ``buffers.kv_indices``.
+    host does not know how many ``kv_indices`` a step has: the step gets its whole row of ``buffers.kv_indices``.
     """
     check_pool(draft, pool)
     if batch.forward_mode.query_rows is not QueryRows.ONE:
@@ -244,10 +244,9 @@ def frozen_kv_batch(batch: ForwardBatch, topk: int = 1) -> ForwardBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every forward pass of one speculative iteration, and the function `write` that fills it in one launch. In
-    the comments on the fields, ``seq_lens`` is the TARGET_VERIFY batch's, and d its number of draft tokens per request.
-    """
+    """The metadata of all forward passes of one speculative iteration, and the function `write` that fills it in one launch."""
 
+    # Below, seq_lens are the TARGET_VERIFY batch's, and d is its number of draft tokens per request.
     draft_steps: tuple[TRTLLMMHAMetadata, ...]  #: metadata of each decode pass, with lengths ``seq_lens + step + 1``
     target_verify: TRTLLMMHAMetadata  #: with lengths ``seq_lens + d``
     draft_extend: TRTLLMMHAMetadata  #: metadata of DRAFT_EXTEND_V2, with lengths ``seq_lens + d``

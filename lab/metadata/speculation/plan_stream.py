@@ -92,7 +92,7 @@ class VerifyBackend(ABC):
         """Launch what writes the metadata, except the part that depends on the draft. The host does not read the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft fills. If a buffer is None, the draft uses its own."""
+        """Return [tree mask or parents, positions], the buffers that the draft fills. None: the draft has its own buffer."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:

@@ -59,8 +59,8 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the number of cells, of one byte each, in the bool mask of one verification of d = ``num_draft_tokens``: for FULL
-    ``d * seq_lens_sum + batch_size * d * d``, and ``batch_size * d * d`` for QLEN_ONLY. If `seq_lens_sum` is None, every
+    """Return the number of cells (bytes) of the bool mask of one verification with d = ``num_draft_tokens`` per request:
+    ``d * seq_lens_sum + batch_size * d * d`` for FULL, ``batch_size * d * d`` for QLEN_ONLY. If `seq_lens_sum` is None, every
     request has ``max_context_len`` tokens.
     """
     sizes = {
