@@ -84,7 +84,7 @@ def capability_of(device: torch.device) -> Capability | None:
 @functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
     """Return the family of a GPU; None for a CPU and for a GPU before SM80. A capability that no family lists belongs to the
-    family of the next lower capability with the same major number. If there is no such family, return `OTHER`.
+    family of the next lower capability with the same major number. If there is none, return `OTHER`: an unknown GPU.
     """
     if capability is None or capability < OLDEST:
         return None
@@ -104,7 +104,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the GPU family for which Triton kernels choose tiles: SM90 on a CPU, SM80 on an older GPU, else the GPU's."""
+    """Return the family whose tiles a Triton kernel uses: the GPU's own, SM80 for an older GPU, SM90 for a CPU (None)."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

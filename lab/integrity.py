@@ -98,8 +98,8 @@ class Bindings:
         self._sizes = self._sizes_now()
 
     def is_current(self) -> bool:
-        """Return True if nothing changed since the record was made: `changes` is empty, no module of the lab or `WATCHED` was
-        loaded, and no name was added to a recorded module or class.
+        """Return True if nothing changed since the record was made: `changes` is empty, no module of the lab or in `WATCHED`
+        (such as "math") was loaded, and no name was added to a recorded module or class.
         """
         return self._sizes == self._sizes_now() and not self.changes()
 
@@ -107,8 +107,8 @@ class Bindings:
         return len([*_watched()]), *(len(holder) for _, holder, *_ in self._held if holder is not sys.modules)
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects and the names of settings that have changed. A new name is listed only if it
-        hides one of Python's names, such as `len`, in a module of the lab, or hides a name that a class inherits.
+        """Return the paths of recorded objects and the names of settings that have changed. A new name is listed in two
+        cases: in a module of the lab, if it is a built-in name such as `len`; in a class, if a base class has the name.
         """
         now = dict(_settings())
         return [

@@ -98,7 +98,7 @@ OTHERWISE_THAN_A_GPU = (
 
 @dataclass
 class Bf16:
-    """What a kernel did with bf16 that gives other results in Triton's interpreter than on a GPU. Set by `noting_bf16`."""
+    """Whether a kernel used bf16 such that Triton's interpreter and a GPU give different results. Set by `noting_bf16`."""
 
     computes: bool = False  #: computed on the bit patterns of bf16 values: errors of any size
     truncates: bool = False  #: truncated float32 to bf16, where a GPU rounds: errors of a few roundings
@@ -106,8 +106,8 @@ class Bf16:
 
 @contextmanager
 def noting_bf16() -> Iterator[Bf16]:
-    """Yield a `Bf16`, and record in it during the `with` block whether results may differ from a GPU's. They do not differ if
-    the kernel computes in float32 only, and converts only float32 numbers to bf16 that bf16 represents exactly.
+    """Yield a `Bf16`, and set its fields during the `with` block. Both fields stay False if the kernel does no arithmetic in
+    bf16, converts bf16 only from and to float32, and converts to bf16 only numbers that bf16 represents exactly.
     """
     found, interpreter = Bf16(), sys.modules.get(INTERPRETER)
     methods = [

@@ -45,7 +45,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call that launches no kernel. A run returns `returned(out, lse)`, given the call's result tensors."""
+    """Return a prepared call that launches no kernel, for no query rows or no keys. A run returns `returned(out, lse)`."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -58,8 +58,8 @@ def entries(
         kind: "prepare" (`lab.kernels.prepare`), or "plan" if the host reads lengths and page tables
             (`lab.kernels.PlannedOnce`).
         call_type: the class of the call, such as `lab.calls.DecodeCall`, whose `function` has the name.
-        make_ready: takes a call that has query rows, and the call's checked arguments. It returns a function that runs the call
-            any number of times. The docstrings of both returned functions contain its docstring.
+        make_ready: takes a call and its checked arguments, `call.problem()`; returns a function that runs the call any number
+            of times. It is not used for a call without query rows. The docstrings of both functions contain its docstring.
         kernel: the kernel that must support the call; None: `make_ready` checks the support.
     """
 
@@ -268,7 +268,7 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: memory that later calls use must not be allocated inside the graph."""
+    """Raise RuntimeError if a CUDA graph is being captured: later calls use the memory `what`, so no graph may allocate it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

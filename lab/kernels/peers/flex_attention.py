@@ -100,7 +100,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The request of each query row and the positions that it sees: int32 [batch_size, q_len], or [1, num_rows] if ragged."""
+    """Each query row's request and visible key positions, in tensors int32 [batch_size, q_len], or [1, num_rows] if ragged."""
 
     request: torch.Tensor
     first: torch.Tensor  # position of the first key that a row may see; 0 for padding rows

@@ -86,7 +86,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> PreparedCa
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if window and draft mask hide all keys from a row. `shown` is the mask, bool [batch_size, q_len, q_len]."""
+    """Return True if at least one row sees no key, by window and draft mask (`shown`, bool [batch_size, q_len, q_len])."""
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
     row = torch.arange(q_len, device=shown.device)

@@ -342,8 +342,8 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch, and each program computes one
-    block of every request that has some of the program's tiles. Without SHARED, the grid is (programs, 1): each program
+    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch. Program (i, j) computes
+    block i of each request that has key tiles in share j. Without SHARED, the grid is (programs, 1): each program
     computes several blocks in turn, and reads all keys of each block.
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch

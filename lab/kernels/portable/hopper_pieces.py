@@ -145,9 +145,9 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each column of a tile of scores that begins at key `begin`; NO_KEY if the column must be masked. A TMA
-    box that would reach n keys beyond the request's last key is loaded from n keys earlier (`copy_boxes`). The first n columns
-    of the box are then NO_KEY.
+    """Return the key in each column of a tile of scores that begins at key `begin`; NO_KEY if the column must be masked. If a
+    TMA box would reach n keys beyond the request's last key, `copy_boxes` loads the box that begins n keys earlier: its first
+    n columns, which repeat earlier keys, are NO_KEY.
     """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
@@ -181,8 +181,8 @@ def copy_boxes(
     """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another.
 
     Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier, and TMA
-    writes zeros for keys before the page. TMA writes only zeros for a box that lies before every row's window, because the page
-    of this box may belong to another request.
+    writes zeros for keys before the page. Keys of a box before every row's window are not read either, because their page may
+    belong to another request: the copy begins before the page, so that TMA writes only zeros.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -259,8 +259,8 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return the sums of each row's weights in the four threads that hold the row, float32 [rows, 4]. Each of these threads
-    holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`), so that no shuffle is needed.
+    """Return four sums for each row, float32 [rows, 4]: of the weights in each of the four threads that hold the row. Thread i
+    holds weights 2 i and 2 i + 1 of every 8 (PTX ISA, accumulators of `wgmma`), so that no shuffle is needed.
     """
     by_thread = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_thread, 3), 1)

@@ -60,7 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return as many shares as fill the GPU with `q_blocks` programs per share (a CPU: one), of at least `least_keys` keys."""
+    """Return shares whose programs fill the GPU (CPU: one). A share has `q_blocks` programs, and at least `least_keys` keys."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -143,8 +143,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `share`: (first place, end, places per program, request of the first place, first place of
-    this request). A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
+    """Return the places of share number `share`: (first place, end, places per share, request of the first place, first place
+    of this request). A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places

@@ -103,7 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return sizes of `merge_if_last`: (rows of a request and K/V head, as a power of 2; partial results read at a time)."""
+    """Return MERGED of `merge_if_last`: (max_q_len * GROUP, rounded up to a power of 2; partial results read at a time)."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -176,7 +176,7 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return (largest, denominator, sums) of a softmax after one more partial result: `part`, with LSE `lse` in base 2."""
+    """Return a softmax's (largest, denominator, sums) after adding a partial result: output `part`, LSE `lse` in base 2."""
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weight = tl.exp2(lse - origin)
@@ -220,7 +220,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Merge partial results by LANES groups of threads. Return the state (largest, denominator, sums) of the softmax."""
+    """Compute what `merged` does, from the same arguments. LANES groups of threads divide the partial results among them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -138,11 +138,11 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the largest number of query tokens per request for the first of two launches; None if one launch is enough.
+    """Return n if a first launch should serve requests of at most n query tokens, and a second the others; None: one launch.
 
-    Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
-    guesses: as many requests as possible have `max_q_len` rows, and all other requests have equal numbers. A wrong guess costs
-    only time.
+    Two launches are worth their cost if a request may fill several blocks of rows. The host knows only the total number of
+    query tokens and `max_q_len`. It guesses that as many requests as possible have `max_q_len` tokens, and that the other
+    requests have equal numbers. A wrong guess costs only time.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -157,8 +157,8 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Reduce `shares`, the division of the keys among the programs of the first of two launches, to no less than half of the
-    programs, so that both launches run together: a multiprocessor reads keys for one launch while it multiplies for the other.
+    """Return fewer shares than `shares`, but at least half, for the first of two launches. Programs of both launches then run
+    at the same time: a multiprocessor reads keys for one launch while it multiplies for the other.
 
     Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, or if the second
     launch is the Gluon kernel's, with which fewer programs made batches 4 to 8 % slower.

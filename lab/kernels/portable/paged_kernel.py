@@ -256,8 +256,8 @@ def _store(
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return the work of a program that reads all keys of one block of rows: (index of the block in the request, first key
-    tile, end of the key tiles, number of the request's key tiles per K/V head, request, 0). The key tiles of a request are
-    numbered head after head from 0. If the program has no block, the end equals the first key tile.
+    tile, end of the key tiles, number of key tiles per K/V head, request, first key tile of the request: 0). The key tiles of a
+    request are numbered from 0, K/V head after K/V head. If the program has no block, the end equals the first key tile.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.

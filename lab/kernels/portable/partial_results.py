@@ -60,14 +60,14 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Make launches that wait for this launch also wait for the launch before it."""
+    """Let this launch end after the launch before it, so that a launch that waits for this one has waited for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of one of a program's two partial results: the second if its keys begin a request and K/V head."""
+    """Return the index of one of a program's two partial results: the second if `begins_unit` (it has the unit's first key)."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
@@ -88,7 +88,7 @@ def store_share(
     bmm2_scale,  # a number or a pointer
     results,  # (out, lse_log2 or None)
     partials,  # None: every program reads all keys of its rows
-    ROW_DIMS: tl.constexpr = None,  # elements of a row; None: as many as `dims`, and partial results of all rows are stored
+    ROW_DIMS: tl.constexpr = None,  # elements of a row; None: as many as `dims`, and absent rows are stored in `partials`
 ):
     """Write a program's result for one block of rows: the output if it has read all keys of the rows, else a partial result."""
     largest, denominator, sums = state

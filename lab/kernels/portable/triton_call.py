@@ -81,7 +81,7 @@ def _addressed(argument: Any) -> Any:
 
 
 def _with_addresses(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that takes addresses and puts them in place of the argument's tensors; None if it has no tensor."""
+    """Return a function of addresses: the argument, each tensor t replaced by `addresses[index_of(t)]`; None without tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's

@@ -83,7 +83,7 @@ def generate_draft_decode_kv_indices(
     Args:
         kv_indices: ``[num_steps, capacity]``, written in place: one row per step, with the lists of all branches.
         kv_indptr: at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        v2p: page of each virtual page; it must have every virtual page in ``req_to_token``. None: slots are not virtual.
+        v2p: physical page of each virtual page, for all that ``req_to_token`` contains. None: slots are not virtual.
         schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
 
     Raises:

@@ -164,7 +164,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return where a list begins in `kv_indices[step]`. `before`: number of prefix tokens in all lists of earlier requests."""
+    """Return where a list begins in `kv_indices[step]`. `before`: prefix tokens in one step's lists of earlier requests."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 

@@ -94,7 +94,7 @@ def prepare_write_forward_metadata(
         page_size: tokens per page.
         full_to_swa: ``[num_slots]`` int64, the sliding-window slot of each slot of the full pool. It may be None if no pass has
             a sliding-window tensor.
-        v2p: ``[num_virtual_pages]`` int64, the page of each virtual page, below 0 for none; None if slots are not virtual.
+        v2p: ``[num_virtual_pages]`` int64, each virtual page's physical page, below 0 for none; None if slots are physical.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

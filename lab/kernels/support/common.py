@@ -46,8 +46,8 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
     """Return an error sentence about the first misaligned tensor, else None. Its address must be a multiple of the bytes that a
-    kernel loads at a time; with `strides`, so must its strides except the last. `sides`: (name, tensor or None) of each tensor,
-    or (name, tensor or None, bytes) if the bytes are not 16.
+    kernel loads at a time; with `strides`, so must its strides except the last. A side is (name, tensor or None) if the kernel
+    loads 16 bytes of this tensor at a time, else (name, tensor or None, bytes).
     """
     for name, tensor, *given in sides:
         if tensor is None:
