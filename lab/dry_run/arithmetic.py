@@ -254,7 +254,7 @@ class _Attention:
         return float(given.float())
 
     def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. The heads are two dimensions of its TMA descriptor."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. The two head dimensions of its TMA descriptor are joined."""
         return self._view("tmaQ_", self.kernel.dtypes["Q"], self.maps["tmaQ_"].dims[::-1]).flatten(1, 2)
 
     def _view(self, descriptor: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -90,7 +90,7 @@ def filled(scratch: Tensor) -> Iterator[str]:
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Repeat a call with a new workspace. Expect the bits of `first`, and no write to the old workspace's `scratch`."""
+    """Repeat a call with a new workspace. Expect the bits of `first`, and no write to `scratch`, a part of the old one."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

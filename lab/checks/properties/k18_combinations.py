@@ -93,7 +93,7 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield cases that combine each value whose cases were all declined with every value that has a judged case."""
+    """For each value whose cases were all declined, yield cases that pair it with every value that has a judged case."""
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:  # an axis has no judged value
@@ -225,7 +225,7 @@ def _of_each(
 
 
 def _first_new(scope: Scope, verdicts: Sequence[CaseVerdict], *several: Iterable[Configuration]) -> list[Configuration]:
-    """Return the new cases of the first of `several` that has cases without a verdict; [] if none has."""
+    """Return the cases without a verdict in the first of `several` that has such cases; [] if none has."""
     for cases in several:
         if chosen := [*filter(scope.is_chosen, _new(cases, verdicts))]:
             return chosen
