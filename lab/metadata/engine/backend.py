@@ -205,5 +205,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` of a pass for `prepare_passes`: 0 in a ragged verification, else `uncounted_tokens`."""
+    """Return the `seq_len_offset` for `prepare_passes`: the keys that `seq_lens` does not count; 0 in a ragged verification."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

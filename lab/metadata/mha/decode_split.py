@@ -22,7 +22,7 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An object with FlashInfer's functions that divides a decode call into `num_splits` calls of another `implementation`.
+    """Wraps an `implementation` of FlashInfer's functions. Each decode call is divided into `num_splits` smaller calls.
 
     The first call has the shortest requests. If the requests cannot be divided equally, the first calls have one request more.
     A divided call must have an `out`, and returns no LSE. A call with `cum_seq_lens_q` or with one request is not divided. A
