@@ -73,7 +73,7 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
     Raises:
         AttributeError: the implementation has no such function.
-        NotImplementedError: an argument differs from FlashInfer's default, and the function has no such parameter.
+        NotImplementedError: an argument that the function does not take differs from FlashInfer's default.
         Exception: any error that the implementation raises for these arguments; without `prepare_<name>`, the first run raises
             it.
     """

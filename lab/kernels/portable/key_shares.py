@@ -166,7 +166,7 @@ def begin_at_tile(share, batch, num_shares, least_places, TILE: tl.constexpr):
 
 @triton.jit
 def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the work of program `number` in a batch of few requests: (first place, end, places per program, request of the
+    """Return the work of program `number` in a batch of few requests: (first place, end, places per share, request of the
     first place, first place of this request, index of the share, places of a request and K/V head). A place is a key tile.
 
     The keys of each request and K/V head are divided into equal parts, one for each program. But if lengths differ too much,

@@ -100,7 +100,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write the K/V list of one (step, request, branch) and its end. FORM.by_token_blocks: several programs divide the list."""
+    """Write one (step, request, branch)'s K/V list, and its end to kv_indptr. FORM.by_token_blocks: programs share a list."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
