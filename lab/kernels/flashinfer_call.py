@@ -125,9 +125,9 @@ def version() -> str:
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Import and return the function with the dotted name `name`, after checking that it takes exactly `keywords` (empty:
-    without a check). Error messages name `part`, the module that needs the function, and `written_for`, the release for which
-    the lab was written.
+    """Import and return the function with the dotted name `name`, after checking that it can be called with the keyword
+    arguments `keywords` (empty: without a check). Error messages name `part`, the module that needs the function, and
+    `written_for`, the release for which the lab was written.
 
     Raises:
         ModuleNotFoundError: the package, or a package that it imports, is not installed.
@@ -256,7 +256,7 @@ def takes_counters() -> bool:
 
 def takes_kv_pairs() -> bool:
     """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors: since 0.6.18
-    (flashinfer-ai/flashinfer#4124). Raise NotImplementedError before 0.6.7, which has no such function.
+    (flashinfer-ai/flashinfer#4124). Raise NotImplementedError for releases before 0.6.7, which lack the function.
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")

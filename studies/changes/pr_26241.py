@@ -37,8 +37,8 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
     setting = (
         "The timed work writes a draft's metadata, without attention and without a model. The metadata is written into static "
         "buffers, as in a graph, except at points named eager. "
-        f"Points named trace are snapshots of the trace {recording['trace']}. Pull request 26241 does not state the GPU and "
-        "the batch size of its figures."
+        f"The points named *trace* are the batch at one moment of the trace {recording['trace']}. Pull request 26241 does "
+        "not state the GPU and the batch size of its figures."
     )
     return Answer(aspects(claimed, aside), setting, _host_saving(recording))
 

@@ -203,7 +203,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 class _Search:
     """A search for failure rules. Units (requests or results) with the same true literals form a group. `holds` is bool
-    [literals, groups]. `bad` and `good` are each group's weights of wrong and right units. `costs` has each literal's bits.
+    [literals, groups]. `bad` and `good` are each group's weights of wrong and right units. `costs` has the bits that
+    each literal adds to the description of a rule.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:

@@ -77,7 +77,7 @@ class Dependence(CheckSummary):
 
 @dataclass(frozen=True)
 class Invariance:
-    """The result of `lab invariance`: the judge's report, and the factors, such as the batch size, that may change no bit."""
+    """The result of `lab invariance`: the judge's report, and the factors (such as the batch size) that must change no bit."""
 
     report: Report
     required: tuple[str, ...] = ()  # keys of factors

@@ -180,9 +180,9 @@ def copy_boxes(
 ):
     """Copy the tile that begins at key `begin` to `slot` in shared memory, one TMA box after another.
 
-    Keys after the request's last key are not read: a box that would reach n keys beyond it begins n keys earlier, and TMA
-    writes zeros for keys before the page. Keys of a box before every row's window are not read either, because their page may
-    belong to another request: the copy begins before the page, so that TMA writes only zeros.
+    Keys after the request's last key are not read: a box that would reach n keys beyond the last key begins n keys earlier,
+    and TMA writes zeros for keys before the page. A box whose keys are all before every row's window is not read either, as
+    its page may belong to another request: the copy begins before the page, so that TMA writes only zeros.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
