@@ -816,6 +816,22 @@ def test_padding_rows_may_reach_a_new_page(prefix: int, reaches: bool) -> None:
     assert "padding_reaches_page" not in features_of_case(replace(case, q_lens=(4, 4))).features
 
 
+@pytest.mark.parametrize(
+    ("values", "apart"),
+    [
+        ({"query": "heads apart", "group": 2}, True),
+        ({"query": "rows apart", "group": 2}, False),
+        ({"query": "rows apart"}, False),
+    ],
+)
+def test_heads_of_a_query_may_lie_apart(values: dict[str, Any], apart: bool) -> None:
+    arguments = built_call(Configuration(DECODE, values), Ranges(), torch.device("cpu")).given
+    alone = {**arguments, "query": torch.empty_strided(arguments["query"].shape, (1000, 80, 1), dtype=torch.bfloat16)}
+    assert ("query_heads_apart" in features_of_call(DECODE, arguments, CallLog()).features) is apart
+    has_several = arguments["query"].shape[1] > 1
+    assert ("query_heads_apart" in features_of_call(DECODE, alone, CallLog()).features) is has_several
+
+
 @pytest.mark.parametrize(("window_left", "hides"), [(-1, False), (0, True), (2, True), (3, False)])
 def test_a_window_may_hide_rows_of_its_own_request(window_left: int, hides: bool) -> None:
     assert read_request(0, (20,), 4, 16, window_left)["hidden_rows"] is hides

@@ -205,6 +205,8 @@ def test_two_numbers_of_a_wrong_case_differ_in_further_variants() -> None:
         assert all(type(case[axis]) is int for axis in changed)
     assert any(1 < case["window_left"] < case["q_len"] - 1 for case in cases)
     assert any(case["window_left"] >= case["q_len"] for case in cases)
+    assert {case["window_left"] for case in cases if case["q_len"] != 4} >= {0, 15}
+    assert {case["q_len"] for case in cases if case["window_left"] != 1} >= {3, 5}
     assert not _resized(scope, Configuration(AttentionCall.DECODE, {"skip_softmax": 3.0}))
 
 
