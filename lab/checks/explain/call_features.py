@@ -22,7 +22,7 @@ from lab.checks.explain.request_features import TILE, read_batch, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
-from lab.workloads.inputs.guards import host_copies
+from lab.workloads.inputs.guards import copied_together
 
 # The parameters of each function whose default is None
 OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
@@ -313,8 +313,8 @@ class CallLog:
     def read(self, arguments: Mapping[str, Any]) -> Read:
         """Record a call, and return features that compare it with earlier calls, such as "longer_request"."""
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
-        tensors = {name: given[name] for name in COPIED if isinstance(given.get(name), Tensor)}
-        on_host = given | dict(zip(tensors, host_copies([*tensors.values()]), strict=True))
+        on_gpu = {name: given[name] for name in COPIED if getattr(given.get(name), "is_cuda", False)}
+        on_host = given | (copied_together(on_gpu) if on_gpu else {})
         now = {name: _comparable(on_host.get(name)) for name in REMEMBERED}
         if (log2 := given.get("bmm1_scale_log2")) is not None:
             given["bmm1_scale"] = log2

@@ -12,7 +12,7 @@ from lab.references import truth
 from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
 from lab.references.truth import truth_of_heads, truth_of_selected
-from lab.workloads.inputs.guards import host_copies
+from lab.workloads.inputs.guards import copied_together
 
 # Expected outputs with more elements are not stored but computed at each use.
 MOST_KEPT_ELEMENTS = 2**20
@@ -62,8 +62,8 @@ class LateTruth:
         truth = self._make()
         if truth.expected.numel() <= MOST_KEPT_ELEMENTS:
             tensors = {name: value for name, value in vars(truth).items() if isinstance(value, Tensor)}
-            copies = map(SavedTensor.of, host_copies([*tensors.values()]))
-            self._kept = vars(truth) | dict(zip(tensors, copies, strict=True))
+            copies = copied_together(tensors) if truth.expected.is_cuda else tensors
+            self._kept = vars(truth) | {name: SavedTensor.of(value) for name, value in copies.items()}
         return truth
 
 

@@ -1,6 +1,6 @@
 """Make tensors surrounded by memory that a kernel must not write, and compare tensors bit by bit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,19 +50,15 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
             yield f"it wrote {side} {what}"
 
 
-def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors on the host. Tensors of a GPU are copied together, so that the host waits for the GPU only once."""
-    if all(each.device.type == "cpu" for each in tensors):
-        return [*tensors]
-    return copied_together(tensors)
-
-
-def copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on the host of tensors of one device, which are made by one copy of their bytes."""
-    all_bytes = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
+def copied_together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the host of tensors of one device. Their bytes are one copy, so that the host waits for a GPU once."""
+    all_bytes = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
     parts = torch.cat(all_bytes).cpu().split([len(each) for each in all_bytes])
     # A part may begin at any byte of the copy, and a view with another dtype may not.
-    return [part.clone().view(each.dtype).view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    return {
+        name: part.clone().view(each.dtype).view(each.shape)
+        for (name, each), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 def as_integers(tensor: Tensor) -> Tensor:
