@@ -37,8 +37,7 @@ from lab.ranges import Ranges, dtype_of, text_of
 from lab.workloads.attention_case import Entries, HeadPages
 from lab.workloads.inputs.views import Layout
 
-REQUESTS = 3
-SHORT = 150  # keys of the longest request in a case without long requests
+REQUESTS, SHORT = 3, 150  # of a usual batch: requests, and keys of the longest one
 FEW = 8  # most query rows of a request in a large batch
 # Most elements of an output. With 64 heads, the largest batch still has more than 65,535 (row, head) pairs.
 MOST_OUT_ELEMENTS = 1040 * 64 * 64
@@ -48,8 +47,7 @@ MOST_KV_ELEMENTS = 2**26
 MOST_POOL_ELEMENTS = 2**27  # most elements of the K pool: a large batch has few heads or small pages
 MOST_NVFP4_ELEMENTS = 2**20  # most elements of one K page in NVFP4
 LEAST_KEYS = 64  # estimate of the keys for which a request of a large batch has pages
-
-HEADS_MOVED = (Layout.HEADS_APART, Layout.HEADS_FIRST)  # layouts that only queries of several heads can have
+HEADS_MOVED = {Layout.HEADS_APART, Layout.HEADS_FIRST, Lse.STRIDED}  # layouts of tensors of several heads
 LSE = (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART)
 OUT = (Output.NONE, Output.GIVEN, Output.VIEW, Output.GIVEN_FP16, Output.GIVEN_FP32)
 QUERY = (
@@ -62,8 +60,7 @@ WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 INERT, SOME_SKIPPED = 1e-30, 3.0
 # For each value of the axis "rank": (rank, number of ranks), or None for a call without context parallelism.
 RANKS: dict[str, Any] = {"none": None, "0 of 2": (0, 2), "3 of 4": (3, 4), "0 of 1": (0, 1)}
-SPLIT_SCALES = (0.5, 1e-6, 300.0)  # values of o_scale that change no result
-USUAL = "usual"
+USUAL, SPLIT_SCALES = "usual", (0.5, 1e-6, 300.0)  # values of o_scale that change no result
 # Absolute values of the scales: 1, which a kernel may treat as no scale, and values far from 1.
 BMM1_SIZES, BMM2_SIZES = (USUAL, 1.0, 1e-6, 16.0), (USUAL, 1.0, 1e-6, 300.0)
 LARGE, MODERATE = BMM1_SIZES[1::2], BMM2_SIZES[:2]
@@ -82,8 +79,7 @@ IS_APART: dict[str, Callable[[Any], bool]] = {
 PROMPTS = (65, 300, 1040)  # query rows of the longest prompt in a context call
 # The values of "cache" with which scale factors of NVFP4 can be stored too.
 STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES)
-# The axis "head_pages": which pages the K/V heads of a block-sparse call select; "none" for other calls.
-NO_SELECTION = "none"
+NO_SELECTION = "none"  # of the axis "head_pages": the pages that the K/V heads of a block-sparse call select
 HEAD_PAGES = {NO_SELECTION: None, **{each.name.lower().replace("_", " "): each for each in HeadPages}}
 OF_SEVERAL_HEADS = [text for text, each in HEAD_PAGES.items() if each in (HeadPages.NOT_LAST, HeadPages.SOME_NONE)]
 SOME_WITHOUT = [each for each in Without if each is not Without.ALL]
@@ -344,12 +340,10 @@ RULES = constraints(
             not block_tables.is_separate or not (cache.is_one_tensor or cache == Cache.K_IS_V)
         ),
         "a single head lies apart from no other": (
-            lambda query, group, num_kv_heads: query not in HEADS_MOVED or group * num_kv_heads > 1,
-            lambda query, heads: query not in HEADS_MOVED or heads > 1,
-            lambda lse, group, num_kv_heads: lse != Lse.STRIDED or group * num_kv_heads > 1,
-            lambda lse, heads: lse not in (Lse.STRIDED, Lse.AS_THE_QUERY) or heads > 1,
-            lambda cache, num_kv_heads: cache != Cache.HEADS_APART or num_kv_heads > 1,
-            lambda cache, kv_layout, num_kv_heads: cache != Cache.V_INSIDE or kv_layout != "NHD" or num_kv_heads > 1,
+            lambda query, lse, group, num_kv_heads: group * num_kv_heads > 1 or not {query, lse} & HEADS_MOVED,
+            lambda query, heads: heads > 1 or query not in HEADS_MOVED,
+            lambda lse, heads: heads > 1 or lse not in (Lse.STRIDED, Lse.AS_THE_QUERY),
+            lambda cache, num_kv_heads: num_kv_heads > 1 or cache != Cache.HEADS_APART,
         ),
         "the only request has rows": lambda requests, offsets: (
             requests > 1 or offsets not in (Offsets.UNEQUAL, *SOME_WITHOUT)
