@@ -312,7 +312,7 @@ class CaseRun:
         call, rows = call or self.called, found.wrong_rows
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
-            parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
+            parts = [bool(part.any()) for part in rows.split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
         # The diagnosis compares these results with results of single requests, or finds rules about any request.
         alone = kind in ("output", "return", "other", "lists", "metadata") and not requests

@@ -110,14 +110,17 @@ def features_of_case(case: Any) -> CallFeatures:
     if "num_steps" in given:
         read |= _read_draft(case)
     elif read.get("leaves_out_tokens") and hasattr(case, "prefix_lens"):
-        pages = ({-(-each // case.page_size) for each in lens} for lens in zip(case.prefix_lens, kv_lens, strict=True))
-        read["uncounted_reach_page"] = any(len(each) > 1 for each in pages)
+        read["uncounted_reach_page"] = _reach_page(case.prefix_lens, kv_lens, case.page_size)
     if "mode" in given and "page_size" in of_storage:
-        ends = (
-            (kv_len, kv_len + max(q_lens, default=0) - q_len) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)
-        )
-        read["padding_reaches_page"] = any(len({-(-end // case.page_size) for end in each}) > 1 for each in ends)
+        most = max(q_lens, default=0)
+        padded_lens = [kv_len + most - q_len for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
+        read["padding_reaches_page"] = _reach_page(kv_lens, padded_lens, case.page_size)
     return CallFeatures.of_lengths(kept(read), kv_lens, q_lens, **of_storage)
+
+
+def _reach_page(lens: Sequence[int], longer_lens: Sequence[int], page_size: int) -> bool:
+    pairs = zip(lens, longer_lens, strict=True)
+    return any(-(-longer // page_size) != -(-length // page_size) for length, longer in pairs)
 
 
 def _read_draft(case: DraftListsCase) -> Read:

@@ -11,10 +11,8 @@ Wanted = dict[str, list[Any]]  # for an axis, its wanted values in order of pref
 FEW_ROWS = 4  # least number of query rows of a request with several rows
 SMALL = HeadDims("64/64")
 WINDOW = 127  # shorter than the longest request, longer than most other requests
-QUANTISED = (
-    DtypePair("e4m3/e4m3"),
-    DtypePair("bf16/nvfp4"),
-)  # dtypes of a query and a cache that have scales of their own
+# Dtypes of a query and a cache that have scales of their own
+QUANTISED = (DtypePair("e4m3/e4m3"), DtypePair("bf16/nvfp4"))
 # Axes of sizes: they have one value in all cases of a circumstance, so that cases are cheap.
 OF_SIZE = (
     *("dtype", "dtypes", "head_dim", "head_dims", "heads", "group", "num_kv_heads", "page_size", "requests", "lengths"),
@@ -30,20 +28,8 @@ DECISIVE = (
 OWN_CODE = ("top_k", "entries", "top_k_lens", "head_pages", "rank", "mask")
 # Axes that decide which circumstances a kernel has. A shard (one part of a run that several machines share) needs all of them.
 OF_ALL_SHARDS = (
-    *(
-        "dtypes",
-        "group",
-        "heads",
-        "head_dim",
-        "head_dims",
-        "q_len",
-        "rows",
-        "requests",
-        "lengths",
-        "bound",
-        "max_kv_len",
-    ),
-    *("window_left", "longest_request", "causal", "offsets", "mode"),
+    *("group", "heads", "head_dim", "head_dims", "q_len", "rows", "requests", "lengths", "bound", "max_kv_len"),
+    *("window_left", "longest_request", "causal", "dtypes", "offsets", "mode"),
 )
 # Number of axes with values other than the default in a case: of DECISIVE axes, and of other axes. With more such values, a
 # kernel is more likely to decline the case or to run other code than the wrong one.
@@ -113,15 +99,14 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     long: Wanted = {"lengths": [length for length in axes["lengths"] if isinstance(length, int)]}
     alone: Wanted = {"requests": [1], "lengths": [Lengths.UNEQUAL, Lengths.LONGER]}
     loose: Wanted = {"bound": [Bound.OF_A_MODEL], "max_kv_len": [Bound.OF_A_MODEL]}
+    others = [name for name in axes if name not in DECISIVE]
     for rows in (one, several):
-        others = [name for name in axes if name not in DECISIVE]
         if not axes.keys().isdisjoint(OWN_CODE):
             yield from _restricted(model, shared | rows | long, (*others, *OWN_CODE), FEW)
         yield from _restricted(model, shared | rows | long, others, FEW)
         yield from _restricted(model, shared | rows | long, DECISIVE, SEVERAL)
         yield from _restricted(model, shared | rows | alone | loose, (), SEVERAL)
     if Offsets.UNEQUAL in axes.get("offsets", ()):
-        others = [name for name in axes if name not in DECISIVE]
         yield from _restricted(model, shared | several | {"offsets": [Offsets.UNEQUAL]}, others, SEVERAL)
     for dtypes in (each for each in QUANTISED if each in axes.get("dtypes", ())):
         yield from _restricted(model, shared | {"dtypes": [dtypes]}, DECISIVE, SEVERAL, layouts=())

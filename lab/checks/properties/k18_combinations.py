@@ -280,21 +280,17 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
     model, left = _model(scope), list[list[Configuration]]()
     # A call of one row is judged on a rank only here, where it may be the right variant.
     model = replace(model, rules=tuple(rule for rule in model.rules if rule.why != ONE_ROW_OF_RANK))
-
-    def variants(axis: str, values: Iterable[Any]) -> list[Configuration]:
-        points = [model.completed({**subject.non_default, axis: each}) for each in values]
-        return [Configuration(scope.interface, each, subject.seed) for each in points if each]
-
     like = [case.values for case in wrong if subject.non_default.items() <= case.non_default.items()]
     for axis, values in model.axes.items():
         met, sizes = {case[axis] for case in like}, sorted(each for each in values if type(each) is int)
         ends = dict.fromkeys((*sizes[:1], *sizes[-1:]) or values[:1])
         chosen = [each for each in (ends | dict.fromkeys(values) if len(met) == 1 else ends) if each not in met]
         telling = [each for each in chosen if not f"{axis}={each}".startswith(HIDING)]
-        left.append(variants(axis, telling))
+        left.append(_changed(model, subject, ({axis: each} for each in telling)))
     in_turns = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*left)))
     longest = subject.get("lengths")
-    shorter = variants("lengths", [each for each in FIRST_DIVIDED if type(longest) is int and each < longest])
+    lengths = [each for each in FIRST_DIVIDED if type(longest) is int and each < longest]
+    shorter = _changed(model, subject, ({"lengths": each} for each in lengths))
     return _cheapest_first([*shorter, *itertools.islice(in_turns, MOST_VARIED)], scope.ranges, MOST_PRODUCTS)
 
 
@@ -305,20 +301,21 @@ def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
     """
     model, chosen = _model(scope), list[Configuration]()
     sizes = {axis: sorted(each for each in values if type(each) is int) for axis, values in model.axes.items()}
-
-    def variants(axis: str, size: int, other: str) -> list[Configuration]:
-        others = (each for each in sizes[other] if each != subject.get(other))
-        points = (model.completed({**subject.non_default, axis: size, other: each}) for each in others)
-        cases = (Configuration(scope.interface, point, subject.seed) for point in points if point)
-        return _cheapest_first(cases, scope.ranges, MOST_PRODUCTS)
-
     for axis in (axis for axis in subject.non_default if subject[axis] in sizes[axis]):
         at = sizes[axis].index(subject[axis])
         next_sizes = (*sizes[axis][max(at - 1, 0) : at], *sizes[axis][at + 1 : at + 2])
         for size, other in itertools.product(next_sizes, sizes):
-            cases = variants(axis, size, other) if other != axis else []
+            with_sizes = [each for each in sizes[other] if other != axis and each != subject.get(other)]
+            changed = _changed(model, subject, ({axis: size, other: each} for each in with_sizes))
+            cases = _cheapest_first(changed, scope.ranges, MOST_PRODUCTS)
             chosen += dict.fromkeys((*cases[:1], *cases[-1:]))
     return chosen
+
+
+def _changed(model: Model, subject: Configuration, changes: Iterable[Point]) -> list[Configuration]:
+    """Return the possible variants of a case with the values of `changes`, each a value for some axes."""
+    points = (model.completed({**subject.non_default, **each}) for each in changes)
+    return [Configuration(subject.interface, point, subject.seed) for point in points if point]
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:

@@ -61,7 +61,7 @@ class OutputComparison:
 
     failure: str  #: a sentence about what is wrong; "" if nothing is
     worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
-    #: bool [num_rows], True for wrong rows; None if rows could not be compared, for example because the shape is wrong
+    #: bool [num_rows] on the host, True for wrong rows; None if rows could not be compared, such as of a wrong shape
     wrong_rows: Tensor | None = None
     example: WrongVector | None = None  #: the (row, head) vector with the largest error
 
