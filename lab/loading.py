@@ -109,7 +109,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def place_of(name: str, folder: Path) -> str:
-    """Return a text with name and location of what `load(name)` imports if `folder` is the working directory."""
+    """Return a text that identifies what `load(name)` imports if `folder` is the working directory: its name and its file."""
     where, _, attribute = name.partition(":")
     if where.endswith(".py"):
         return f"{os.path.abspath(folder / where)}:{attribute}"

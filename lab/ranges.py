@@ -100,7 +100,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`, and values of the field that few or most kernels support."""
+    """The command-line option of a field of `Ranges`, the field's values that few kernels support, and those that most do."""
 
     help: str
     kind: Kind
@@ -291,9 +291,7 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the command-line options that make these ranges from the default ones. `prefix` is "--" for the command `lab`, and
-    "--lab-" for pytest.
-    """
+    """Return the options that make `ranges` from the default ones. `prefix` is "--" for `lab`, "--lab-" for pytest."""
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():
         value = getattr(ranges, name)

@@ -196,7 +196,7 @@ def sides_of(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Replace each tensor by change(index, tensor). The index is the position in a tuple or list, or 0 for a lone tensor."""
+    """Return `value`, a tensor or a tuple or list of tensors, with each tensor replaced by `change(its index or 0, tensor)`."""
     if isinstance(value, tuple | list):
         return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
     return change(0, value) if isinstance(value, Tensor) else value

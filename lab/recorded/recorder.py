@@ -44,7 +44,7 @@ _LOG = logging.getLogger("lab.recorded")
 @dataclass(frozen=True)
 class Triggers:
     """Conditions that choose the calls to be recorded. A call is recorded if it meets all of them. A call that raises an error
-    need not meet `longest` and `non_finite`, and is recorded without being judged, also if `shadow` (see below) is set.
+    need not meet `longest` and `non_finite`, and is recorded without being judged, even if `shadow` requests a judgement.
     """
 
     every: int = 1  #: record one random call, or replay, of each `every` that meet `layers`, `from_s` and `until_s`

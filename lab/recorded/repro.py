@@ -28,7 +28,7 @@ def write_repro(
 ) -> None:
     """Write `repro.py`, `ISSUE.md` and (if a tensor is too long for the program) `repro.pt` to a folder. `fault` is what is
     wrong with the result, or None. `versions` is such as {"GPU": "NVIDIA H200", "torch": "2.9.0"}. `called` is the module or
-    file that was called to find `fault`, "" for the recorded result. RecordingError: `repro.py` cannot express an argument.
+    file whose result `fault` is about, "" for the engine's own result. RecordingError: `repro.py` cannot express an argument.
     """
     saved: dict[str, Tensor] = {}
     program = repro(call, fault, called, saved)
@@ -43,8 +43,8 @@ def write_repro(
 
 
 def repro(call: RecordedCall, fault: Fault | None, called: str, saved: dict[str, Tensor]) -> str:
-    """Return the text of `repro.py`, which exits with 1 if its call is wrong or raises the error of `fault`. The title names
-    `called`, the module that was called. Tensors that are too long for the text are added to `saved`.
+    """Return the text of `repro.py`, which exits with 1 if its call is wrong or raises the error of `fault`. `called` is as in
+    `write_repro`. Tensors that are too long for the text are added to `saved`.
     """
     problem = call.problem()
     is_fault = str(call.out is None if fault is None else fault.reason is Reason.NO_RETURN)

@@ -167,7 +167,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 
 
 def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield calls without the pages that are not read: one with pages in page table order, one in the order of the pool."""
+    """Yield up to two calls whose K/V have only the pages that are read: in page table order, then in the order of the pool."""
     problem = call.problem()
     if isinstance(problem, PagedAttention):
         tables, live, dead, in_page = call.given["block_tables"], live_cells(problem), 0, 1  # a cell names a page

@@ -25,7 +25,7 @@ class RecordedInputs:
     first_kv_head: int = 0  #: the number of the problem's first K/V head in the call
 
     def suspicions(self) -> list[str]:
-        """Describe zero scales, rows of no request, partly filled pages where two requests end, and non-finite K/V."""
+        """Return sentences on zero scales, padding rows, partly filled pages where several requests end, and non-finite K/V."""
         problem, end = self.problem, self.problem.row_offsets()[-1]
         scales = {"bmm1_scale": "all weights equal", "bmm2_scale": "the output zero"}
         found = [f"{name} is 0, which makes {what}" for name, what in scales.items() if not getattr(problem, name)]

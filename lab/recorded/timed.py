@@ -28,7 +28,7 @@ from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedra
 
 
 def sizes_of(problem: Problem) -> SimpleNamespace:
-    """Return a problem's sizes, such as `bytes_moved`. The keys of a sparse problem are the selected entries, each once."""
+    """Return a problem's sizes, such as `bytes_moved`. A sparse problem's keys are the distinct selected entries."""
     q_lens, kv_lens = problem.q_lens(), num_keys(problem)
     visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
     seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
@@ -92,7 +92,7 @@ class RecordedPass:  # with what the timing of an `EnginePass` needs
 
 @dataclass(frozen=True, eq=False)
 class CallRedraw(SeededRedraw):
-    """Draw new queries, K, V, page ids and lengths for a recorded call. Lengths of unpaged (ragged) K and V do not change."""
+    """Draws new queries, K, V, page ids and lengths for a recorded call. Lengths of unpaged (ragged) K and V do not change."""
 
     forward: RecordedPass
 

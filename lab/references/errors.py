@@ -125,8 +125,8 @@ class Comparison:
 
     @property
     def faulty(self) -> Tensor:
-        """Return which output vectors are wrong, bool [num_rows, num_heads]: those whose error exceeds their bound, and the
-        vectors of a group (such as one head) that are too large or too small by a common factor (`Regression`).
+        """Return which output vectors are wrong, bool [num_rows, num_heads]: those whose error exceeds their bound. If
+        groups of vectors (`Regression`) are too large or too small, all vectors of the worst group are wrong too.
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
@@ -144,7 +144,7 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, of output vectors and of groups of them; 0 for an empty output."""
+        """Return the largest `ratio` of a vector or, if it is larger, of a group (`Regression`); 0 for an empty output."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 

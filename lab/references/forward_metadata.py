@@ -167,8 +167,8 @@ def dsa_forward_metadata(
     batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
 ) -> tuple[list[int], list[list[int]]]:
     """Return the expected metadata of one forward pass of DeepSeek sparse attention, in which a query row sees only selected
-    tokens: (lengths, K/V pool indices of the selected entries), by query row of a sparse MLA decode call. In the call each row
-    is a request. In a mode with drafts, all requests must have equally many rows.
+    tokens: (``seq_lens``, K/V pool indices of the selected entries), each with one element per query row, because each row is a
+    request of the sparse MLA decode call. In a mode with drafts, all requests must have equally many rows.
 
     `topk_indices`, int [num_rows, top_k], are the positions that are selected for each row, -1 for none. Rows after
     these, such as padding, select nothing. Whole groups of `index_kpool` positions are selected, at most `index_topk` positions
@@ -217,9 +217,10 @@ def dsv4_forward_metadata(
 ) -> DSV4ForwardMetadata:
     """Return the expected metadata of one forward pass of DeepSeek-V4, in any mode except DRAFT_EXTEND.
 
-    The first 128 columns of a row are its token and the tokens before it, in the sliding-window pool. The other columns are
-    compressed entries of its request. The compressed pool has the page ids of the token pool, and pages of
-    ``page_size / compress_ratio`` entries. At the ratios 4 and 128, a row without compressed entries has one column with -1.
+    In `sparse_indices`, the first 128 columns of a query row are its token and the tokens before it, in the sliding-window
+    pool. The other columns are compressed entries of its request. The compressed pool has the page ids of the token pool, and
+    pages of ``page_size / compress_ratio`` entries. At the ratios 4 and 128, a row without compressed entries has one column
+    with -1.
 
     Args:
         compress_ratio: number of tokens that a compressed entry represents; 0: there are no such entries.
@@ -256,9 +257,9 @@ def block_sparse_forward_metadata(batch: Any, pool: Any, topk_pages: Tensor) -> 
     """Return the expected metadata of one decode or target verify of MiniMax-M3: (number of keys of each query row, K/V pool
     slots [K/V head][query row][key]). In the call each query row is a request.
 
-    The keys of a row are the tokens that it sees: those up to the row in its own page, and all of at most 15 earlier pages. If
-    it sees none, its number of keys is given as 1. `topk_pages`, int [num_kv_heads, num_rows, 16], has the page table columns
-    that the row selects, -1 for none.
+    The keys of a row are the tokens that it sees: those in its own page up to the row, and all tokens of at most 15 earlier
+    pages. If it sees none, its number of keys is given as 1. `topk_pages`, int [num_kv_heads, num_rows, 16], has the page table
+    columns that the row selects, -1 for none.
     """
     seq_lens: list[int] = []
     slots: list[list[list[int]]] = [[] for _ in topk_pages]

@@ -34,7 +34,7 @@ from lab.references.softmax_attention import (
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     """Compute attention of the newest tokens of each request over its paged K/V in float64: decode, verify, draft extend.
 
-    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DecodeCall` documents. In addition,
+    Pass the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DecodeCall` documents. In addition,
     `out_dtype` may be float32 or float64, so that the result is not rounded. Wrong arguments raise an error before any
     arithmetic. The host reads lengths and tables.
 
@@ -50,7 +50,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """Compute attention of the newest tokens of each request, in any number, over its paged K/V in float64: extend, prefill.
 
-    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.ContextCall` documents. In
+    Pass the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.ContextCall` documents. In
     addition, `out_dtype` may be float32 or float64. Wrong arguments raise an error before any arithmetic. Returns out
     [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
@@ -63,7 +63,7 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     """Compute latent attention (MLA) of the newest tokens of each request over its paged cache in float64, after absorption.
 
-    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.MLADecodeCall` documents. In
+    Pass the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.MLADecodeCall` documents. In
     addition, `out` may be float64, so that the result is not rounded, and latent vector, rotary part and page may have any
     size. Wrong arguments raise an error before any arithmetic. The host reads lengths and tables.
 
@@ -83,7 +83,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(call: DSV4DecodeCall) -> Any:
     """Compute DeepSeek-V4's sparse attention in float64. Each query row attends, in one softmax, to the cache entries that its
     row of `sparse_indices` lists: recent tokens in `swa_kv_cache`, and compressed tokens in `compressed_kv_cache`.
 
-    The arguments are the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DSV4DecodeCall` documents. In
+    Pass the keyword arguments of FlashInfer 0.7.2's function, which `lab.calls.DSV4DecodeCall` documents. In
     addition, query and caches may be float16, float32 or float64, head_dim may have any size, and `out` may be float64. Wrong
     arguments raise an error before any arithmetic. Both caches are copied.
 
@@ -183,7 +183,7 @@ class _Piece:
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
         places, rows: for each row that is not padding its index in the piece (block * num_rows + row) and in the query, int64.
-        k_pages, v_pages: for each `Tile`, the page ids of its keys, int64 [blocks * pages]; 0 after a block's last page.
+        k_pages, v_pages: for each tile (range of keys) its page ids, int64 [blocks * pages]; 0 after a block's last page.
     """
 
     def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:
@@ -229,7 +229,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (block indices, key indices), int64, of a tile's keys that no row of their block sees; () if all are seen."""
+        """Return (block index, key index) of each key in `tile` that no row of its block sees, int64; () if all are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -266,7 +266,7 @@ def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Ite
 
 
 def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
-    """Yield the query rows of each request in blocks, whose scores have at most `most` elements."""
+    """Yield blocks of query rows. A block has at most `most` scores, or one row. Request i begins at row offsets[i]."""
     num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -328,7 +328,7 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return the keys or values of a tile from K's or V's `cache`, float64 [requests * num_kv_heads, keys, head_dim]."""
+    """Return K or V of a tile (a range of keys) from its `cache`, float64 [requests * num_kv_heads, keys, head_dim]."""
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]

@@ -68,7 +68,7 @@ class MaskKind(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels: one for each combination of a dtype triple, head_dims, page size and mask."""
+    """Kernels of trtllm-gen: one for each combination of (query, K/V and output dtype), head_dims, page size and mask."""
 
     dtypes: Triples
     head_dims: tuple[tuple[int, int], ...]  # pairs of K's and V's
@@ -116,7 +116,7 @@ def _mask(problem: Problem) -> MaskKind:
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return an error sentence if no kernel of `built` fits a call. It says what the most similar kernels support."""
+    """Return an error sentence if no kernel of `built` supports `problem`. It says what the most similar kernels support."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return as a text the values of the fields of `built` that do not fit a call. `fits` has one bool per field."""
+    """Return the text of those fields of `built` whose `fits` is False, such as "head_dim 80, and causal rows or a window"."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)

@@ -67,9 +67,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write the results of rows that see no key: the output is 0; the LSE is the sink's logit in base 2, or -inf without a
-    sink. The host reads nothing from the device.
-    """
+    """Write the results of rows that see no key: output 0; LSE -inf, or the sink's logit in base 2. The host does not wait."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)

@@ -39,7 +39,7 @@ class PassMetadata(Protocol):
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return this metadata's tensors as outputs of the kernel that writes metadata (`prepare_passes`). The kernel adds
+        """Return a `PassBuffers` with this metadata's tensors, which the kernel of `prepare_passes` writes. The kernel adds
         `seq_len_offset` to each of the batch's ``seq_lens``. If `query_rows`, the number per request, is None, the kernel does
         not write ``cu_seqlens_q``. Only a sliding-window pool needs `out_cache_loc`, the slots of the batch's new tokens.
         """
@@ -75,8 +75,8 @@ class GraphMetadata(Generic[PassT]):
     def prepare_launch(
         self, view: ForwardBatch, rows: int | Tensor | None, finish: Callable[[PassT], None] | None = None
     ) -> Callable[[], None]:
-        """Return a function that launches one kernel, which writes the metadata of `view`, and then calls `finish` with the
-        metadata. `rows` is the number of query rows per request. If `rows` is None, ``cu_seqlens_q`` is not written.
+        """Return a function that writes the metadata of the batch `view` by one kernel, and then calls `finish(metadata)` if
+        `finish` is given. `rows` is the number of query rows per request. If `rows` is None, ``cu_seqlens_q`` is not written.
         """
         metadata = self.slices(view.batch_size)
         written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows, view.out_cache_loc)
@@ -205,5 +205,5 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the `seq_len_offset` for `prepare_passes`: the keys that `seq_lens` does not count; 0 in a ragged verification."""
+    """Return the `seq_len_offset` for `prepare_passes`: how many keys `seq_lens` does not count; 0 in a ragged verification."""
     return 0 if batch.forward_mode.query_rows.are_bounded else uncounted_tokens(batch, attention)

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture a `with` block in `graph`, without garbage collection: freeing another CUDA graph would break it."""
+    """Capture a `with` block in `graph`, without garbage collection: if it freed another CUDA graph, the capture would fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

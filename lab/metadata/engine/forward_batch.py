@@ -41,7 +41,7 @@ class SpecInfo:
         cls, mode: ForwardMode, num_rows: int, *, draft_step: int | None = None, num_accept_tokens: Tensor | None = None
     ) -> "SpecInfo | None":
         """Return the `SpecInfo` of a verification, draft extend or draft step; None for another pass, such as a prefill.
-        `num_rows`: query rows per request (in a ragged verification at most). `draft_step`: None outside of draft steps.
+        `num_rows`: query rows per request; in a ragged verification an upper bound. `draft_step`: None if it is no draft step.
         """
         if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)

@@ -30,7 +30,7 @@ class QueryRows(NamedEnum):
 
     @cached_property
     def are_bounded(self) -> bool:
-        """Return True if the host may know only an upper bound of the numbers of query rows, ``SpecInfo.num_draft_tokens``."""
+        """Return True if the host may know only ``SpecInfo.num_draft_tokens``, an upper bound of each request's query rows."""
         return self is QueryRows.VERIFIED
 
     @cached_property

@@ -136,7 +136,7 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Make an NVFP4 cache in `packed`'s storage (uint8). Scale factors are 0. `trtllm_gen`: those of V are interleaved."""
+        """Make an NVFP4 cache in `packed`'s uint8 storage. Scale factors are 0. If `trtllm_gen`, V's are interleaved."""
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
         factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)

@@ -164,7 +164,7 @@ def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
     """Return call arguments that make each query row of a verification a request of its own, for encoder-only layers, which are
-    not causal. Each row sees all tokens of its request. A sliding window ends at the last of them in all rows (SGLang 0.5.23).
+    not causal. Each row sees all tokens of its request. Each row's window ends at the request's last token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(

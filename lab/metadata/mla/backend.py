@@ -231,13 +231,14 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (`out`, `lse`) in which rows that see no key, marked by `is_empty` (bool ``[num_rows]``), have 0 and -inf."""
+    """Return (`out`, `lse`) with 0 and -inf in the rows that see no key. `is_empty`, bool ``[num_rows]``, marks these rows."""
     return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
 
 
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Merge the outputs of attention over several parts of the keys, ``[num_parts, num_rows, heads, head_dim]``, by their LSEs,
-    float32, base 2, -inf for a part without keys. Return float32, 0 in rows that see no key in any part.
+    """Merge the outputs of attention over several parts of the keys, ``[num_parts, num_rows, heads, head_dim]``, by the parts'
+    LSEs, float32 ``[num_parts, num_rows, heads]``, base 2, -inf for a part without keys. Return float32, 0 in rows that see no
+    key in any part.
     """
     weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
     return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)

@@ -97,7 +97,7 @@ class DSV4Cache:
 
 @dataclass(frozen=True, eq=False)
 class DSV4Metadata:
-    """The metadata of a DeepSeek-V4 call: per query row the number of seen tokens, indices of the last 128, and pages."""
+    """The metadata of a DeepSeek-V4 call: for each query row the number of seen tokens, the last 128 of them, and the pages."""
 
     seq_lens: Tensor  #: ``[num_rows]`` int32, how many tokens of its request each row sees
     #: ``[num_rows, 128]`` int32, cache indices of the row's token and of the 127 tokens before it, newest first; then -1

@@ -205,8 +205,8 @@ def build_mla_decode_metadata(
 def replan_outgrown(
     metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata]
 ) -> TRTLLMMLADecodeMetadata:
-    """Return `metadata`, or ``build(batch)`` if padding for data parallelism has added requests since `metadata` was built, as
-    SGLang 0.5.23 does (`forward_decode`, `forward_extend`).
+    """Return `metadata`, or ``build(batch)`` if `batch` has more requests than `metadata`: padding for data parallelism adds
+    requests after the metadata was built (SGLang 0.5.23's `forward_decode`, `forward_extend`).
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -293,8 +293,8 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return a block table ``[batch_size, width]`` int32. A row has the pages of a request's first `keys` tokens, then page 0
-    up to `padded_keys` tokens, then -1. `rows` has each request's row in the request table.
+    """Return a block table ``[batch_size, width]`` int32. Row i has the pages of the first ``keys[i]`` tokens of
+    request i, then page 0 up to ``padded_keys[i]`` tokens, then -1. ``rows[i]`` is the request's row in the request table.
     """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)

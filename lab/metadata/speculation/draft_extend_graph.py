@@ -167,11 +167,12 @@ class DraftExtendGraph:
     def replay(
         self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None
     ) -> DraftOutputs:
-        """Run the draft extend of a batch for which `can_run` is True. With SELECTED_ROW, `accept_lens`, int32 or int64
-        [batch_size], has the number of accepted tokens of each request, at least 1, which the host does not read.
+        """Run the draft extend of a batch for which `can_run` is True. `accept_lens`, int32 or int64 [batch_size], has the
+        number of accepted tokens of each request, at least 1, which the host does not read. It is None unless the graph's
+        `form` is `DraftExtendOutput.SELECTED_ROW`.
 
         Return the outputs without padding, as slices of the graph's buffers, which the next replay overwrites. With
-        SELECTED_ROW `hidden_states` is a copy, because the worker keeps it until the next draft (SGLang clones it). Padding
+        SELECTED_ROW `hidden_states` is a copy, because an engine keeps it until the next draft (SGLang clones it). Padding
         rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang.
         """
         if not self.can_run(batch):
