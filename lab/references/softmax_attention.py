@@ -54,8 +54,8 @@ class Rules(Softmax):
 
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
-        """Return the rules (scales, mask, window, sinks, dtypes) by which a problem's output is computed. If `arithmetic` is
-        None, it is the query's dtype, with float32 in place of float64. `shown` is a draft mask of each request.
+        """Return the rules (scales, mask, window, sinks, dtypes) by which a problem's output is computed. `arithmetic` is by
+        default the query's dtype; float64 becomes float32. `shown` is the field of this name.
         """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
@@ -84,7 +84,7 @@ def quantize_e4m3(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Te
 
 
 def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous `values` in float32 or float64. On a CPU a lookup table converts e4m3: torch is slower."""
+    """Return contiguous `values` in `dtype`, float32 or float64. On a CPU, a lookup table for e4m3 is faster than torch."""
     if values.dtype != E4M3 or values.device.type != "cpu":
         return values.to(dtype, memory_format=torch.contiguous_format)
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
@@ -137,7 +137,7 @@ class TiledKV(NamedTuple):
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
     """Divide the keys of all requests into tiles of at most `TILE_ELEMENTS` elements of K or V (`GPU_TILE_ELEMENTS` on a GPU).
 
-    The caller passes `kv_lens` in ascending order, each a multiple of `step`. Each tile's first key is such a multiple too.
+    `kv_lens` are multiples of `step` in ascending order. The index of each tile's first key is also a multiple of `step`.
     `elements` is the number of elements of one key in K or in V, whichever has more.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
@@ -156,8 +156,8 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads]. At most one
-    tile of K or V is in float64. `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes the scores.
+    """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads]. One tile
+    of K or V at a time is in float64. `visible` returns bool [batch, q_len or 1, kv_len], while a GPU computes the scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -227,11 +227,10 @@ def visible_keys(
 def visible_to(
     rows: range, q_len: int, kv_len: int, shown: Tensor | None, device: torch.device, *, causal: bool, window_left: int
 ) -> Tensor:
-    """Return which keys the query rows `rows` (indices in the request) see: bool [num_requests, len(rows), keys], where
-    num_requests is 1 without `shown`. Keys after the last key that any of the rows may see are left out. Each request has
-    `kv_len` keys and `q_len` rows, which belong to its newest tokens.
-
-    `shown` is a draft mask of each request, bool [num_requests, q_len, q_len], which replaces the causal rule.
+    """Return which keys the query rows `rows` (indices in the request) see. Each request has `kv_len` keys and `q_len` rows,
+    which belong to its newest tokens. If `shown` is None, all requests see the same: the result is bool [1, len(rows), keys],
+    and with `causal` it ends at the last row's own key. `shown` is a draft mask of each request, bool [num_requests, q_len,
+    q_len], which replaces the causal rule: the result is bool [num_requests, len(rows), kv_len].
     """
     first, causal = kv_len - q_len, causal and shown is None  # first: position of a request's first row
     last = max(first + rows.stop, 0) if causal else kv_len
@@ -276,8 +275,8 @@ def skippable(
     out: Tensor,
 ) -> Tensor:
     """Return two bounds, float64 [batch, q_len, num_qo_heads, 2], of what changes if a kernel leaves out softmax weights below
-    `threshold` times the row's largest weight (skip-softmax): the share of the denominator, and the output's relative L2 error.
-    `out` is the exact output.
+    `threshold` times the row's largest weight (skip-softmax): the left-out share of the denominator, and the output's relative
+    L2 error. `out` is the exact output.
 
     If the left-out weights are the share s of the denominator, the output's error is (s * out - sum(weight * value)) / (1 - s).
     Its norm is at most (s * ‖out‖ + sum(weight * ‖value‖)) / (1 - s), for these weights and for any subset of them.

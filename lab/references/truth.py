@@ -54,7 +54,7 @@ def truth_of_heads(
     query: Tensor, histories: Sequence[History], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
     """Return the expected results of a block-sparse call, in which each K/V head sees only the keys where `seen` is True: bool
-    [kv_len, num_kv_heads] per request. For a head, a request has only these keys, and its query rows are at the last ones.
+    [kv_len, num_kv_heads] per request. Each head is computed without its other keys, with the query rows at the last keys.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []
@@ -70,7 +70,7 @@ def truth_of_heads(
 
 def _error_of_scaled_values(query: Tensor, histories: list[History], rules: Rules) -> float:
     """Return the largest relative bias of a right kernel that multiplies a quantised cache's values by bmm2_scale and
-    rounds the products: half of the largest rounding error. It is 0 if bmm2_scale is a power of two, which rounds nothing.
+    rounds the products: half of the largest relative error of a rounding; 0 if bmm2_scale is a power of two (no rounding).
 
     A quantised cache's values have few different mantissas, so their roundings do not average out: with normally distributed
     values in e4m3 or NVFP4 the mean error was at most 2.0e-3 in bfloat16. For a cache that is not quantised, return 0.

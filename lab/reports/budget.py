@@ -14,7 +14,7 @@ STATUS = {"noise": ExitStatus.DONE, "bug": ExitStatus.WRONG, "undecided": ExitSt
 
 
 def budget_report(rows: Sequence[Mapping[str, Any]], atol: float, rtol: float) -> TableReport:
-    """Return a table with one row per result of `lab.budget.budget`, followed by lines that explain its columns."""
+    """Return a table of `lab.budget.budget` results and lines that explain it. `atol` and `rtol` are those of the results."""
     remarks = (
         "medians of relative L2 errors of output vectors:",
         "quantised: float64 on stored K and V against original ones; unavoidable",

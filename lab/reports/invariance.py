@@ -55,7 +55,7 @@ def _examples(names: str, row: Sequence[Dependence]) -> Iterator[tuple[str, str]
 
 
 def _reasons(found: Sequence[Dependence]) -> Iterator[tuple[str, str]]:
-    """Yield for each case that the kernel refused: text such as "not tried: <reason>", and the name of the varied factor."""
+    """Yield a pair for each case that the kernel refused: text such as "not tried: <reason>", and the varied factor's name."""
     for each in found:
         for verdict in each.verdicts:
             answer = Answer.of(verdict)

@@ -99,8 +99,8 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return one list for each set of rows with GPU times that differ only in the implementation. It has a tuple for each
-        row, the fastest first: (row, its speed compared with the fastest).
+        """Return groups of rows with GPU times. The rows of a group differ in the implementation, and agree in the rest of
+        `identity`. Each group is a list of (row, its speed compared with the fastest row), the fastest row first.
         """
         found = grouped(
             (without(row.identity, "implementation"), row)

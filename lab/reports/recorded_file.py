@@ -113,7 +113,7 @@ class NotComparableError(ValueError):
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return where in an environment each fact and each package is, by heading: {"torch": ("packages", "torch")}."""
+    """Return {heading: keys that lead to the value in an environment} of all facts and packages: "CUDA": ("cuda",)."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 

@@ -51,9 +51,9 @@ class FindingRow:
     cited: str = ""  #: "path#heading" of the finding; "" for a region, and if no verdict cites the finding
 
     def presence(self, release: Verdicts) -> dict[str, Any]:
-        """Return the row's "status" in a release ("present", "absent" or "not reachable"), and how many of the row's cases are
-        "wrong", "right" and "declined" in it. If the row is a finding, a case is wrong if its verdict cites
-        the finding. If the row is a region (cases without a finding), a case is wrong if its outcome is in `BROKEN`.
+        """Return how many of the row's cases are "wrong", "right" and "declined" in a release, and its "status": "present" if
+        a case is wrong, else "absent" if a case is right, else "not reachable". A finding's case is wrong if its verdict
+        cites the finding. A region's case is wrong if its outcome is in `BROKEN`.
         """
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)

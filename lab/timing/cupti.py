@@ -42,9 +42,9 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Execute each step: a function or None, and then, on an idle GPU, the timed run. Return the kernels, copies and fills of
-    each timed run, sorted by start. Raises RuntimeError without cupti-python 13, under another profiler, or for a run without
-    activity, and RefusedTimeError if the GPU executed something that none of the steps launched.
+    """Execute each step (before, run): call `before` unless it is None, wait for the GPU, and call `run`, which is recorded.
+    Return the kernels, copies and fills of each `run`, sorted by start. Raises RuntimeError without cupti-python 13, under
+    another profiler, or if a `run` uses no GPU, and RefusedTimeError if the GPU did work that no step launched.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind

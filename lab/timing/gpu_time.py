@@ -152,9 +152,10 @@ def measure_staged(
 ) -> dict[str, Measured]:
     """Measure the GPU times of prepared calls by name, in rounds of one sample of every call. Return each call's time or error.
 
-    A buffer is one copy of a call's tensors. Between samples all buffers of a call with a `redraw` get new queries and lengths,
-    some get new K, V and pages, and outputs become NaN. After each sample, some results of one buffer are copied; after the
-    last one, all results of one buffer and some of every other buffer. The copies are checked after the samples of all calls.
+    A buffer is one copy of a call's tensors. Before each sample of a call with a `redraw`, all its buffers get new queries and
+    lengths, some buffers get new K, V and pages, and outputs become NaN. After the sample, some results of one random buffer
+    are kept. After the call's last sample, some results of every buffer are kept, and of one buffer all. The kept results are
+    checked at the end, after the samples of all calls.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")

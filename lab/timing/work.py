@@ -33,7 +33,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copy(self, number: int) -> "GpuWork":
-        """Return this call with other tensors: set `number` of `self.redraw`, or if that is None, copies of its own tensors."""
+        """Return this call with the tensors `self.redraw.inputs(number)`, or if `redraw` is None, copies of its own tensors."""
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}

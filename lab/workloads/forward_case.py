@@ -357,7 +357,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def visible_keys(self) -> int:
-        """Return the least number of keys that a kernel reads. In a block-sparse pass, all rows may select the same pages."""
+        """Return the least number of keys that a kernel reads: the rows of a block-sparse request may select the same pages."""
         return sum(map(num_seen, self.seen_lens)) if self.block_sparse else super().visible_keys
 
     @property

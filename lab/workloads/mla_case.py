@@ -50,7 +50,7 @@ class LatentLayer:
 
     @property
     def softmax_scale(self) -> float:
-        """Return 1 / sqrt(kv_lora_rank // 4 + qk_rope_head_dim). The sum is the head_dim before absorption in DeepSeek-V3."""
+        """Return 1 / sqrt(kv_lora_rank // 4 + qk_rope_head_dim). DeepSeek-V3's head_dim before absorption is 512 // 4 + 64."""
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property

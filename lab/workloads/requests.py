@@ -39,7 +39,7 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return for each request the first position whose K and V the pass writes; its length if the pass writes none."""
+        """Return each request's first position whose K and V the pass writes; the request's length if it writes none."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
@@ -81,7 +81,7 @@ class Requests(PassLens):
         *,
         sliding_window: bool = False,
     ) -> None:
-        """Write `histories` to a cache: of request i from token `first[i]` (or 0) on. `sliding_window`: to `pool.swa_slots`."""
+        """Write each history from token `first[i]` (None: 0) on. `sliding_window`: to slots of the sliding-window pool."""
         starts = (0,) * len(self.rows) if first is None else first
         in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -113,8 +113,8 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. With
-    `swa_spare_pages` (also 0) it has a sliding-window pool. With `virtual_slots`, slots are in virtual pages, 3 per page.
+    """Return an empty K/V pool with pages for requests of these lengths, `spare_pages` more, and page 0 for padding rows. It
+    has a sliding-window pool unless `swa_spare_pages` is None, and with `virtual_slots` three virtual pages for each page.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(

@@ -159,8 +159,9 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the keyword arguments that options such as "hnd" and "page16" set. `flags` maps "hnd" to (argument, value),
-    `numbered` "page" to an argument. Raise ValueError for an unknown option (`of` is in its text), or for two of one argument.
+    """Return the keyword arguments that options such as "hnd" and "page16" set. `flags` maps "hnd" to (argument, value), and
+    `numbered` maps "page" to an argument. Raise ValueError for an unknown option (`of` is a part of the message), or if two
+    options set the same argument.
     """
     settings: dict[str, Any] = {}
     for option in options:

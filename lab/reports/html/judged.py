@@ -136,7 +136,7 @@ class JudgedRun(RecordedFile):
 
     @property
     def verdict(self) -> str:
-        """Return the worst outcome of all cases; "right" if only an engine's cases count (`--profile`) and these are right."""
+        """Return the worst outcome of all cases. With `--profile ENGINE`, return "right" if that engine's cases are right."""
         if self.content.get("profile") and self.content.get("is_right"):
             return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)  # all declined

@@ -194,7 +194,7 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def places_with_tail(self, used: Tensor) -> Tensor:
-        """Return `places()`, in which each row's columns from `used[row]` on contain ids that no kernel may read."""
+        """Return `places()` with other slots in each row's columns from `used[row]` on. No kernel may read these columns."""
         places, page_id = self.places(), TAIL_IDS.get(self.case.storage.table_tail)
         is_used = torch.arange(places.shape[1], device=places.device) < used.unsqueeze(1)
         return torch.where(is_used, places, places[:, :1].roll(-1, 0) if page_id is None else page_id)

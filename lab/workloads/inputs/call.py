@@ -136,8 +136,8 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change a call step by step: scales in tensors to new values; sinks, mask, query, K and V to those of `other`; K, V and
-    page ids to those of `moved`. Yield (what changed, call with all changes so far). The calls agree in lengths and `forms`.
+    """Change a call step by step, and yield after each step (what changed, changed call): give new values to scales in tensors,
+    then take sinks, mask, query, K and V of `other`, then K, V and page ids of `moved`. The calls agree in lengths and `forms`.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -171,9 +171,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Change `keys`, [kv_len, num_kv_heads, head_dim], in place: the keys at `positions` get large logits, by adding a multiple
-    of `directions`.
-    """
+    """Give the keys [kv_len, num_kv_heads, head_dim] at `positions` large logits: add a multiple of `directions`, in place."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 
@@ -230,7 +228,7 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill a tensor with `value`, but with the huge POISON[dtype] if `value` is None, or if it is not 0 in an NVFP4 tensor."""
+    """Fill a tensor with `value`. None, and in an NVFP4 tensor each value but 0, stands for the huge number POISON[dtype]."""
     if value is None or (storage.dtype == NVFP4 and value != 0):  # NVFP4 cannot hold NaN
         value = POISON[storage.dtype]
     storage.fill_(value)
@@ -241,7 +239,7 @@ def fill_dead(pool: Tensor, dead: Dead) -> None:
 
 
 def unwritten(buffer: Tensor) -> Tensor:
-    """Fill an output with NaN and huge values, which show in an element that a kernel does not overwrite. Return the output."""
+    """Fill an output with NaN and huge values, which remain in elements that a kernel does not write. Return the output."""
     huge = POISON.get(buffer.dtype, POISON[torch.bfloat16])
     values = torch.tensor((math.nan, huge, -huge), device=buffer.device).to(buffer.dtype)
     turns = values.repeat(-(-buffer.numel() // len(values)))[: buffer.numel()]

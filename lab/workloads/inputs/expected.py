@@ -33,8 +33,8 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy().tobytes())
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the tensor. Raise RuntimeError if `data` is smaller or larger than `shape` says: with such an object, a kernel
-        could otherwise read memory that is not initialised, in which expected results may remain.
+        """Return the tensor. Raise RuntimeError if `data` has not the size of `shape`. A kernel that makes a `SavedTensor` with
+        too little data could otherwise read memory that is not initialised, in which expected results may remain.
         """
         nothing = torch.empty(0, dtype=self.dtype)  # `frombuffer` takes no empty buffer
         elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype) if self.data else nothing

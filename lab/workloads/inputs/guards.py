@@ -51,7 +51,7 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 
 
 def copied_together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the host of tensors of one device. Their bytes are one copy, so that the host waits for a GPU once."""
+    """Return copies of one device's tensors on the host. One transfer copies all, so that the host waits for a GPU once."""
     all_bytes = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors.values()]
     parts = torch.cat(all_bytes).cpu().split([len(each) for each in all_bytes])
     # A part may begin at any byte of the copy, and a view with another dtype may not.

@@ -41,7 +41,7 @@ class MLAPass(EnginePass):
 
     In DeepSeek sparse attention (DSA), `topk_indices`, int32 [rows, top_k], are the positions of the entries that rows select.
     In DeepSeek-V4, a group of tokens has one compressed entry. A row sees its window's tokens and the compressed entries of the
-    groups `topk_indices`. A history is (entries, compressed entries), with a row per token; a group's entry is in its last row.
+    groups `topk_indices`. A history is (entries, compressed entries), a row per token; a group's last token has its entry.
     """
 
     case: MLACase

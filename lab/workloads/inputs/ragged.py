@@ -183,7 +183,7 @@ class SageInputs(RaggedInputs):
 
 
 def quantised_inputs(inputs: RaggedInputs, dtype: torch.dtype, q_block: int, k_block: int) -> SageInputs:
-    """Quantise tensors without padding: query and key in blocks of tokens to `dtype` (int8 or e4m3), value to e4m3."""
+    """Quantise query and key in blocks of tokens to `dtype` (int8 or e4m3), value to e4m3. The result has no padding rows."""
     rows, q_stored, q_scales = _in_blocks(inputs.query, inputs.q_lens, dtype, q_block)
     keys, values = map(torch.cat, zip(*inputs.parts, strict=True))
     keys, k_stored, k_scales = _in_blocks(keys, inputs.kv_lens, dtype, k_block)

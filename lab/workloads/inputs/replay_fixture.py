@@ -190,7 +190,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return {tensor: (its cells of padding requests or None, the right value)}. A padding request has `length` tokens."""
+        """Return {name: (metadata of padding requests, the right value)}. Each has `length` tokens and `pages` pages."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
