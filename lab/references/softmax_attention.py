@@ -55,7 +55,7 @@ class Rules(Softmax):
     @classmethod
     def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
         """Return the rules (scales, mask, window, sinks, dtypes) by which a problem's output is computed. `arithmetic` is by
-        default the query's dtype; float64 becomes float32. `shown` is the field of this name.
+        default the query's dtype; float64 becomes float32. `shown` sets the field of this name.
         """
         dtype = problem.query.dtype if arithmetic is None else arithmetic
         return cls(
@@ -157,7 +157,7 @@ def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse_log2), float64 [batch, q_len, num_qo_heads, v_head_dim] and [batch, q_len, num_qo_heads]. One tile
-    of K or V at a time is in float64. `visible` returns bool [batch, q_len or 1, kv_len], while a GPU computes the scores.
+    of K or V at a time is in float64. `visible` returns bool [batch, q_len or 1, kv_len]; it runs while a GPU computes scores.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads

@@ -54,7 +54,7 @@ def truth_of_heads(
     query: Tensor, histories: Sequence[History], seen: Sequence[Tensor], q_lens: list[int], rules: Rules
 ) -> Truth:
     """Return the expected results of a block-sparse call, in which each K/V head sees only the keys where `seen` is True: bool
-    [kv_len, num_kv_heads] per request. Each head is computed without its other keys, with the query rows at the last keys.
+    [kv_len, num_kv_heads] per request. For each head, the other keys are removed; the rows are at the last remaining keys.
     """
     num_kv_heads = seen[0].shape[1]
     parts = []

@@ -137,7 +137,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table of a function's parameters, with their judged, declined, left out and impossible values."""
+    """Return a table of a function's parameter values: judged, declined (the kernel refused them), left out or impossible."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }

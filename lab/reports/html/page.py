@@ -33,8 +33,8 @@ SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return a page that shows the recorded `files` and the Markdown files in `folder`. Raises RecordedFileError if the content
-    of a file has another form than the lab writes.
+    """Return a page that shows the recorded `files` and the Markdown files in `folder`. Raises RecordedFileError if the
+    content of a file does not have the structure that the lab writes.
     """
     try:
         return _rendered(folder, files)

@@ -43,7 +43,7 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 
 def touched(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices of the cached tokens that a timed call replaces, evenly spread among all `count` cached tokens."""
+    """Return the indices of the cached tokens that `write_call` replaces, evenly spread among all `count` cached tokens."""
     number = min(MOST_TOUCHED, count)
     first = random.Random(f"touched {seed}").randrange(max(count, 1))
     return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
