@@ -31,6 +31,7 @@ MOST_WORTH_OF_LATER = 4  # the largest of these factors with which rules after t
 EVERYWHERE = 0.9  # if a larger share of the units is wrong, the only rule is that of `_sure`, or none
 MOSTLY = 0.8  # if a larger share of the units is wrong, the rules must leave out a tenth of all units
 PURE = 0.9  # least share of wrong units inside a rule
+SOFT = 0.05  # least share of wrong units above a limit that is not sharp
 PURE_ALONE = 0.75  # least share of wrong units inside one literal that replaces several rules
 FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, relative to that of this literal
 # If nearly all units are wrong, a rule counts only if the probability that as many units outside of it are right by
@@ -276,12 +277,16 @@ class _Search:
 
     def _pruned(self, chosen: Chosen, left: Bits, operators: Sequence[str] = ("is not", "!=", "<=")) -> Chosen:
         """Remove a test with one of `operators` if nearly all units in `left` that meet the remaining rule are wrong too. For
-        example "kv_len <= 64": the kernel may be wrong for more keys, with errors too small to be seen.
+        example "kv_len <= 64": the kernel may be wrong for more keys, with errors too small to be seen. Such a limit is also
+        removed if most units that meet the remaining rule are wrong, and some of those above the limit.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
-            if rest and self.literals[number].operator in operators and self._purity(rest, left) >= PURE:
-                return self._pruned(rest, left, operators)
+            operator = self.literals[number].operator
+            if rest and operator in operators:
+                is_soft = operator == "<=" and self._purity(rest, left & ~self.holds[number]) >= SOFT
+                if self._purity(rest, left) >= (PURE_ALONE if is_soft else PURE):
+                    return self._pruned(rest, left, operators)
         return chosen
 
     def _sure(self) -> Chosen:
