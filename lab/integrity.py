@@ -188,7 +188,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _inner(function: types.FunctionType) -> list[Any]:
-    """Return the defaults of keyword arguments and the functions in a function's closure."""
+    """Return the names and defaults of a function's keyword-only arguments, and the functions in its closure."""
     cells = map(_contents, function.__closure__ or ())
     keywords = (part for pair in (function.__kwdefaults__ or {}).items() for part in pair)
     return [*keywords, *(each for each in cells if isinstance(each, types.FunctionType))]

@@ -180,7 +180,7 @@ def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
 
 
 def one_call(recording: str, hint: str = "") -> Any:
-    """Return the third call of a folder for "FOLDER#3", its only call for "FOLDER". If it has several, exit with `hint`."""
+    """Return the recorded call "FOLDER#3", or the only one of "FOLDER". If it has several, exit; `hint` ends the message."""
     from lab.recorded.case import recorded_cases
 
     with refusing_errors():

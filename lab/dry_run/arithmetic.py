@@ -254,7 +254,7 @@ class _Attention:
         return float(given.float())
 
     def _query(self) -> torch.Tensor:
-        """Return the query [num_rows, num_qo_heads, head_dim]. The two head dimensions of its TMA descriptor are joined."""
+        """Return the query [num_rows, num_qo_heads, head_dim]. Its TMA descriptor has two dimensions for num_qo_heads."""
         return self._view("tmaQ_", self.kernel.dtypes["Q"], self.maps["tmaQ_"].dims[::-1]).flatten(1, 2)
 
     def _view(self, descriptor: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -270,7 +270,7 @@ class _Attention:
         return whole[0].transpose(0, 1)[..., :head_dim]
 
     def _pages(self, descriptor: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return `count` pages of a TMA descriptor ("tmaK_"), [count, num_kv_heads, page_size, elements (NVFP4: bytes)]."""
+        """Return pages 0 to count - 1 of a descriptor ("tmaK_"), [count, num_kv_heads, page_size, elements or NVFP4 bytes]."""
         # The descriptor may join r adjacent tokens into one row: (elements of a token * r, page_size / r, heads, pages).
         row_elements, rows, heads, pages = self.maps[descriptor].dims
         if count > pages:
@@ -282,7 +282,7 @@ class _Attention:
         return stored.reshape(count, heads, page_size, row_elements * rows // page_size)
 
     def _entries(self, descriptor: str, cells: torch.Tensor) -> torch.Tensor:
-        """Return a TMA descriptor's entries up to the largest index in `cells`, as one-token pages [count, 1, 1, head_dim]."""
+        """Return a TMA descriptor's entries 0 to max(cells), each as a page of one token: [max(cells) + 1, 1, 1, head_dim]."""
         tensor_map, dtype = self.maps[descriptor], self.kernel.dtypes["K"]
         count = int(cells.amax()) + 1 if cells.numel() else 0
         shape, (row_bytes,) = (count, tensor_map.dims[0]), tensor_map.strides_bytes

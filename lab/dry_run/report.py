@@ -27,7 +27,7 @@ Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return {scenario: kernel names of lab.kernels.trtllm} in a `lab bench` file. Raises RecordedFileError if it has none."""
+    """Return {scenario: kernels that lab.kernels.trtllm ran} in a `lab bench` file. Raises RecordedFileError if it has none."""
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
     if not found:

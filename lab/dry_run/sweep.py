@@ -89,7 +89,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Compare what the lab and the launcher refuse: fixed and `drawn` random calls per function. `every` 3: each third call."""
+    """Yield whether the lab and the launcher refuse each `every`-th call of `points` (`drawn` random calls per function)."""
     with unguarded_machine(gpu_name) as gpu:
         for call in SWEPT:
             for index, point in enumerate(points(call, drawn, seed)):
@@ -156,7 +156,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, point: Point) -> tuple[str | None, str | None]:
-    """Make a call. Return (a sentence about an error or misread argument, or None; name of the launched kernel, or None)."""
+    """Make the call that `point` describes. Return (sentence about an error or misread argument, kernel name), each or None."""
     arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.

@@ -293,7 +293,7 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_layout(
     point: Point, width: int, token_stride: int, head_stride: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (shape, strides) of a page in the cache's layout (HND or NHD), from the strides of a token and of a head."""
+    """Return (shape, strides) of a page in the layout that `point` names (HND or NHD). `width`: size of the last dimension."""
     sizes, strides = (point["page_size"], point["num_kv_heads"]), (token_stride, head_stride)
     step = 1 if "NHD" in point["cache"] else -1
     return (*sizes[::step], width), (*strides[::step], 1)

@@ -210,7 +210,7 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct calls: at most one non-default value; all combinations of three axes (`Model.triples`); random ones."""
+    """Yield distinct calls: at most one non-default argument; all values of three together (`Model.triples`); random ones."""
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

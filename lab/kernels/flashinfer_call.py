@@ -45,7 +45,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call that launches no kernel, for no query rows or no keys. A run returns `returned(out, lse)`."""
+    """Return a prepared call that launches no kernel: there are no query rows or keys. A run returns `returned(out, lse)`."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -224,7 +224,7 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the workspace argument of a call that runs XQA, and None for the counters, which only trtllm-gen uses."""
+    """Return two arguments of a call that runs XQA: the workspace, and None for the counters, which only trtllm-gen uses."""
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
@@ -263,7 +263,7 @@ def takes_kv_pairs() -> bool:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the part of a call's workspace behind XQA's semaphores, uint8. A kernel may leave any contents in this part."""
+    """Return the part of a call's workspace after XQA's semaphores, uint8. A kernel may leave any contents in this part."""
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 

@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted for judging. A call of this object waits for the judgement, and returns it."""
+    """A case that was submitted for judging. Calling this object waits for the judgement and returns it."""
 
     result: Callable[[], Judged]  # waits for the judgement of the worker
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
@@ -166,8 +166,8 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case, which the check with the key `check` may vary within `ranges` (default `self.ranges`). The returned
-        `Pending` waits for the judgement. It raises TooLate if the case did not begin by `end`, a time of `time.monotonic`.
+        """Submit a case to the check with the key `check`. Values that the check itself chooses are in `ranges` (None:
+        `self.ranges`). Calling the returned `Pending` raises TooLate if the case did not begin by `end` (`time.monotonic`).
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:

@@ -66,8 +66,8 @@ def _prepare(call: MLADecodeCall, problem: PagedAttention) -> Ready:
 
 
 def write_columns_in_use(problem: PagedAttention, columns: torch.Tensor) -> None:
-    """Write to `columns`, int32 [num_rows], how many of its selected entries each query row uses: its value in
-    `sparse_mla_top_k_lens`, or its position + 1 without this tensor; all if it has fewer. The host reads no length.
+    """Write to `columns`, int32 [num_rows], the number of selected entries that each query row uses: its value in
+    `sparse_mla_top_k_lens`, or its position + 1 without this tensor, but at most top_k. The host reads no length.
     """
     assert problem.selected is not None
     most, lens = problem.selected.shape[1], problem.selected_lens

@@ -141,7 +141,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until `slot` is empty, and load a tile of K or V. `barriers`: (full, empty). `parity` alternates with each use."""
+    """Load a tile of K or V when `slot` is empty. `barriers`: (full, empty). `parity` alternates with each use of `slot`."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -327,8 +327,8 @@ def hopper_attention_kernel(
     window_left,  # -1: no window
     batch_size,
     num_kv_heads,
-    num_shares,  # 0 if not SHARED
-    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    num_shares,  # number of shares, into which the key tiles of the batch are divided; 0 if not SHARED
+    least_places,  # smallest size of a share, in key tiles; the start of a request counts as tiles too (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_strides,  # (of K, of V), elements from row to row
     GROUP: gl.constexpr,  # query heads per K/V head
@@ -342,8 +342,8 @@ def hopper_attention_kernel(
 ):
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
-    With SHARED, the grid is (q_blocks, num_shares): programs divide the key tiles of the batch. Program (i, j) computes
-    block i of each request that has key tiles in share j. Without SHARED, the grid is (programs, 1): each program
+    With SHARED, the grid is (q_blocks, num_shares). Shares are consecutive parts of the batch's key tiles. Program (i, j)
+    computes block i of each request that has key tiles in share j. Without SHARED, the grid is (programs, 1): each program
     computes several blocks in turn, and reads all keys of each block.
     """
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch

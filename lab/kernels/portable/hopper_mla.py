@@ -282,8 +282,8 @@ def hopper_mla_kernel(
     partials,  # `PartialResults`; None: a program reads all keys of its rows
     max_q_len,
     batch_size,
-    num_shares,
-    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    num_shares,  # number of shares, into which the key tiles of the batch are divided
+    least_places,  # smallest size of a share, in key tiles; the start of a request counts as tiles too (`key_shares`)
     query_strides,  # (of rows, of heads)
     table_stride,  # elements from a row of `block_table` to the next
     HEADS: gl.constexpr,  # query heads
@@ -293,7 +293,7 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,  # `HopperTile`
     OVERLAPS: gl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over the keys of this program. The grid is (q_blocks, num_shares)."""
+    """Compute latent attention: program (i, j) computes block i of the query rows of each request with key tiles in share j."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

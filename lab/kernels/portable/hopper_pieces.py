@@ -75,7 +75,7 @@ def begin_walk(batch, num_shares, least_places, SHARED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the next part of the program's work, a `Piece`, and `walk`, the position of the part after it."""
+    """Return (the `Piece` at position `walk` of the program's work, position of the next piece)."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -235,7 +235,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (absolute value of the logit scale, at least LEAST_SCALE; True if the scale is negative)."""
+    """Return (absolute value of the logit scale, or LEAST_SCALE if this is larger; True if the scale is negative)."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -282,8 +282,8 @@ def store_piece(
     state,  # (largest, denominator, sums [CONSUMER_ROWS, elements]) of a softmax
     piece,  # `Piece`
     heads,  # (K/V head, number of K/V heads)
-    place,  # of the piece's first tile; `key_shares` defines places
-    share_places,  # number of places of a share
+    place,  # position of the piece's first tile in the work of all programs (`key_shares`)
+    share_places,  # length of a program's share of these positions
     terms,  # (sinks, scales, results, partials)
     FIRST_ROW: gl.constexpr,  # index in the block of the first row of `state`
     FIRST_DIM: gl.constexpr,  # index in the output row of the first element of `state`

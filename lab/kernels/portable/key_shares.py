@@ -60,7 +60,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return shares whose programs fill the GPU (CPU: one). A share has `q_blocks` programs, and at least `least_keys` keys."""
+    """Divide keys into shares, each with `q_blocks` programs and at least `least_keys` keys, to fill the GPU; one on a CPU."""
     if device.type != "cuda":
         return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
@@ -143,8 +143,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
-    """Return the places of share number `share`: (first place, end, places per share, request of the first place, first place
-    of this request). A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
+    """Return (first place, end, places per share, request of the first place, first place of this request) of share number
+    `share`. A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places
@@ -169,13 +169,13 @@ def begin_in_small_batch(number, batch, num_shares, least_places, TILE: tl.const
     """Return the work of program `number` in a batch of few requests: (first place, end, places per share, request of the
     first place, first place of this request, index of the share, places of a request and K/V head). A place is a key tile.
 
-    The keys of each request and K/V head are divided into equal parts, one for each program. But if lengths differ too much,
+    Each request and K/V head has the same number of parts, and all parts have the same number of tiles. A program reads at
+    most one part. If a request is too short to fill all its parts, the first ones are empty. But if lengths differ too much,
     the work is that of `begin_share`, and the last item is 0.
 
-    If even the longest request does not fill all parts, the first parts are empty. The time to begin and end a part is not
-    counted (START_PLACES), because it is the same for every part. A program computes its request and part from its number, so
-    it need not wait for the lengths. Programs of the last parts, which are never empty, have the first numbers, because the GPU
-    runs these programs on different multiprocessors.
+    A program computes its request and part from its number, so it need not wait for the lengths. Programs of the last parts,
+    which are never empty, have the first numbers, because the GPU runs these programs on different multiprocessors. The time to
+    begin and end a part is not counted, because it is the same for every part.
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS

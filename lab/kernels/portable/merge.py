@@ -188,7 +188,7 @@ def with_piece(largest, denominator, sums, lse, part):
 
 @triton.jit
 def merged(
-    pieces,  # numbers of shares: (first of the request and K/V head, first to merge, end of those to merge, step)
+    pieces,  # indices of shares: (first with keys of the request and K/V head, first to merge, end of those to merge, step)
     block,  # (index of the block of rows in the request, number of such blocks of a request)
     rows,  # (index of the row in its block, True where the row exists)
     dims,  # indices of the elements of an output row that are merged
@@ -197,7 +197,7 @@ def merged(
     ROW_DIMS: tl.constexpr,  # elements of an output row
     AT_A_TIME: tl.constexpr,  # partial results that are read before they are added up
 ):
-    """Return the softmax state (largest, denominator, sums) of the merged partial results of a request and K/V head."""
+    """Merge partial results of a request and K/V head, one per `step` shares. Return a softmax (largest, denominator, sums)."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -242,8 +242,8 @@ def _mla_kernel(
     partials,  # `PartialResults`; None: a program reads all keys of its rows
     max_q_len,
     batch_size,
-    num_shares,
-    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    num_shares,  # number of shares, into which the key tiles of the batch are divided
+    least_places,  # smallest size of a share, in key tiles; the start of a request counts as tiles too (`key_shares`)
     query_strides,  # (of rows, of heads)
     cache_strides,  # (of pages, of tokens)
     table_stride,  # elements from a row of `block_tables` to the next
@@ -256,7 +256,7 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of products
     OVERLAPS: tl.constexpr,  # True: the merge may begin before this launch ends
 ):
-    """Compute latent attention of one block of query rows over the keys of this program. The grid is (q_blocks, num_shares)."""
+    """Compute latent attention: program (i, j) computes block i of the query rows of each request with key tiles in share j."""
     if OVERLAPS:  # the merge may begin, and waits for the end of this launch
         gdc_launch_dependents()
     # The programs of one share's blocks read the same entries at the same time: all but the first find them in L2.

@@ -157,7 +157,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return fewer shares than `shares`, but at least half, for the first of two launches. Programs of both launches then run
+    """Return `shares` with a smaller `count` (at least half) for the first of two launches. Programs of both launches then run
     at the same time: a multiprocessor reads keys for one launch while it multiplies for the other.
 
     Return `shares` unchanged if a program of the second launch (tile `prefill`) needs a whole multiprocessor, or if the second

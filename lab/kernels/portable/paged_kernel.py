@@ -75,8 +75,8 @@ def _attention_kernel(
     window_left,
     batch_size,
     num_kv_heads,
-    num_shares,  # 0 if not SHARED
-    least_places,  # smallest number of places in a share, each a key tile or empty (`key_shares`)
+    num_shares,  # number of shares, into which the key tiles of the batch are divided; 0 if not SHARED
+    least_places,  # smallest size of a share, in key tiles; the start of a request counts as tiles too (`key_shares`)
     k_table_stride,  # elements from a row of `k_block_tables` to the next
     v_table_stride,
     strides,  # `Strides`
@@ -255,9 +255,9 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return the work of a program that reads all keys of one block of rows: (index of the block in the request, first key
-    tile, end of the key tiles, number of key tiles per K/V head, request, first key tile of the request: 0). The key tiles of a
-    request are numbered from 0, K/V head after K/V head. If the program has no block, the end equals the first key tile.
+    """Return, for a program that reads all keys of one block of rows, (index of the block in the request, first key tile, end
+    of the key tiles, number of key tiles per K/V head, request, 0). The key tiles of a request are numbered from 0, K/V head
+    after K/V head. If the program has no block, the end equals the first key tile.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # A later causal block sees more keys. The longest blocks start first, so that no long block runs alone at the end.

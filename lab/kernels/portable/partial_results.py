@@ -60,20 +60,20 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Let this launch end after the launch before it, so that a launch that waits for this one has waited for both."""
+    """Wait in one program until the previous launch has ended. A launch that waits for this launch has then waited for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of one of a program's two partial results: the second if `begins_unit` (it has the unit's first key)."""
+    """Return the index of one of a share's two partial results: the second for the request and head whose first key it has."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write the numbers of the programs that read the first and the last key tile of a unit (one request and K/V head)."""
+    """Write the indices of the shares that have the first and the last key tile of a unit (one request and K/V head)."""
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 

@@ -50,7 +50,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return each request's number of query tokens; 0 if it does not exist or is not of `kind` (see `block_at`)."""
+    """Return each request's number of query tokens; 0 if it does not exist, or if `kind` excludes it (see `block_at`)."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -67,7 +67,7 @@ def q_lens_of_kind(requests, batch_size, kind):
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Return (request of the `number`-th block of query rows of the batch, index of the request's first block, number of
     requests with blocks from this request on, number of all blocks). If there is no such block, the request is `batch_size`.
-    `kind`: (cu_seqlens_q, least_q_len, max_q_len) of the requests that have blocks. `lanes`: `arange(requests read at once)`.
+    `kind`: (cu_seqlens_q, n, m): requests of n to m query tokens have blocks. `lanes`: `arange(requests read at once)`.
     """
     request = number * 0
     begin = request

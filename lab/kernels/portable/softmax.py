@@ -23,7 +23,7 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
     """Return an exponent p for each row of a query, float32 [rows], such that the row divided by 2 ** p fits DOT_DTYPE. Only a
-    bf16 query with float16 products, whose range is smaller, needs p; else return one 0, [1].
+    bf16 query with float16 products, whose range is smaller, needs p; otherwise return a single 0 of shape [1].
 
     The largest element of a divided row is in [2 ** 14, 2 ** 15). Elements of at most 2 ** -39 of it may become 0 in float16.
     """

@@ -68,9 +68,9 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V. e4m3 pools are viewed as int16, two elements in one, if that makes their conversion to
-    float16 faster: in tiles of fewer than 64 rows, whose products take K/V from registers. One permutation of bytes then sorts
-    four loaded elements into two registers (`halves_of_pairs`). Single bytes would be masked, shifted and moved.
+    """Return the pools of K and V; e4m3 pools as int16, two elements in one, if their conversion to float16 is then faster:
+    in tiles of fewer than 64 rows, whose products take K/V from registers. One instruction then prepares four elements for
+    conversion (`halves_of_pairs`), and single elements would need several.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:

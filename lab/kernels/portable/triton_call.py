@@ -57,8 +57,8 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes addresses, and launches the compiled kernel with them in place of the tensors.
-        `index_of` returns the index of a tensor's address among them. The function keeps no tensor alive.
+        """Return a function of `addresses` that launches the compiled kernel with `addresses[index_of(t)]` in place of each
+        tensor t. The function keeps no tensor alive.
         """
         bare, places = self._bare_launch(), [_with_addresses(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -81,7 +81,7 @@ def _addressed(argument: Any) -> Any:
 
 
 def _with_addresses(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function of addresses: the argument, each tensor t replaced by `addresses[index_of(t)]`; None without tensor."""
+    """Return f(addresses) = `argument` with `addresses[index_of(t)]` in place of each tensor t. None if it has no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's

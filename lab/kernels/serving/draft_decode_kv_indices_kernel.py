@@ -100,7 +100,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write one (step, request, branch)'s K/V list, and its end to kv_indptr. FORM.by_token_blocks: programs share a list."""
+    """Write the K/V list of one step, request and branch, and its end to kv_indptr. FORM.by_token_blocks: programs share it."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -164,7 +164,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return where a list begins in `kv_indices[step]`. `before`: prefix tokens in one step's lists of earlier requests."""
+    """Return where a list begins in `kv_indices[step]`. `before`: number of prefix tokens in earlier requests' lists there."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 

@@ -45,9 +45,9 @@ RAGGED_SIZES = dims(  # of FlashInfer's kernels
 
 
 def misaligned(*sides: tuple[Any, ...], strides: bool = True) -> str | None:
-    """Return an error sentence about the first misaligned tensor, else None. Its address must be a multiple of the bytes that a
-    kernel loads at a time; with `strides`, so must its strides except the last. A side is (name, tensor or None) if the kernel
-    loads 16 bytes of this tensor at a time, else (name, tensor or None, bytes).
+    """Return an error sentence about the first misaligned tensor; None if all are aligned. A side is (name, tensor or None,
+    bytes that the kernel loads at a time; 16 if left out). The address must be a multiple of these bytes and, if `strides` is
+    True, so must all strides except the last.
     """
     for name, tensor, *given in sides:
         if tensor is None:

@@ -65,7 +65,7 @@ def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
 
 
 def dims(names: str, pair_of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for a pair of dimensions that must be one of `among`. The error sentence calls the pair `names`."""
+    """Return `Sizes` for a pair of dimensions that must be one of `among`. `names` names the pair in the error sentence."""
     return Sizes(f"has kernels for {names} {' or '.join(map(str, among))}", pair_of, among)
 
 
