@@ -117,7 +117,7 @@ def measure_interleaved(
 ) -> dict[str, GpuTime]:
     """Measure GPU times of calls by name. Each round samples every call once, in random order. `seed`: the `contents_seed` of
     an earlier `GpuTime`, to draw the same tensor contents. Raises WrongWorkError for wrong results or a refused time,
-    ValueError if the method cannot time a call, and RuntimeError if a CUDA graph cannot capture or CUPTI cannot record it.
+    ValueError if the method cannot time a call, and RuntimeError if a call cannot be captured in a graph or recorded by CUPTI.
     """
     staged = {}
     for name, work in works.items():
