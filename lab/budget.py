@@ -300,12 +300,11 @@ def _simulated(
 
 def chance(count: int, elements: int, counts: Tensor, simulated: int) -> float:
     """Return the probability that a test of `elements` elements has `count` or more events, such as mismatches. The rate of
-    events is estimated from a simulation of `simulated` elements. `counts` [requests] has the number of events in each
-    simulated request.
+    events is estimated from a simulation of `simulated` elements: `counts` [requests] are the events in its requests.
 
     This is the conditional test of two Poisson rates (Przyborowski and Wilenski 1940). Events of one request are not
-    independent. So `count` and the simulation's total are divided by variance over mean of `counts`, if this ratio exceeds 1.
-    If the simulation has no events, the ratio is unknown, and all events of the test count as one.
+    independent. So `count` and the sum of `counts` are divided by the ratio of the variance of `counts` to their mean, if this
+    ratio exceeds 1. If the simulation has no events, this ratio is unknown, and `count` is replaced by 1.
     """
     from scipy.special import betainc
 

@@ -76,7 +76,7 @@ def check_query(query: object, dtypes: Sequence[torch.dtype] = QUERY_DTYPES) -> 
 
 
 def query_rows(call: Any, size_in_errors: str = "head_dim") -> torch.Tensor:
-    """Check an MLA or DeepSeek-V4 query. Return it as [num_rows, num_qo_heads, head_dim (errors call it `size_in_errors`)]."""
+    """Check an MLA or DeepSeek-V4 query; return it as [rows, heads, head_dim]. `size_in_errors`: name of head_dim in errors."""
     query, is_ragged = check_tensor("query", call.query), call.cum_seq_lens_q is not None
     if query.ndim != (3 if is_ragged else 4):
         form = "num_rows" if is_ragged else "batch_size, q_len_per_request"

@@ -49,7 +49,7 @@ def has_block_scales(call: Any) -> bool:
 
 
 def check_block_scales(call: Any, batch_size: int) -> BlockScales | None:
-    """Check and return SageAttention's scales of a ragged call; None if it has none. Its other tensors must be valid."""
+    """Check and return SageAttention's scales of a ragged call, or None. The call's other tensors must already be checked."""
     if not has_block_scales(call):
         return None
     sizes, scales = call.num_elts_per_sage_attn_blk, call.sage_attn_sfs

@@ -44,13 +44,13 @@ def problem_of_rank(
     call: Any, problem: PagedAttention, argument: str, required: Reasons, uncounted_rows: int = 0
 ) -> PagedAttention:
     """Return a copy of `problem` for the call of one rank of decode context parallelism. The copy's `num_visible`, int32
-    [num_rows], is the number of keys of this rank that each row sees, at most the rank's `seq_lens` of the row's request, as in
-    CuTe DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
+    [num_rows], is the number of keys of this rank that each row sees, at most the `seq_lens` of the row's request, as in CuTe
+    DSL's kernel (FlashInfer 0.7.2, monolithic/mla_decode_fp16.py 2979).
 
     Args:
-        argument: what selects context parallelism, such as "enable_dcp=True"; "" if nothing does, which raises ValueError.
-        required: name of each restricted argument -> (allowed values, reason).
-        uncounted_rows: number of query rows of each request that `causal_seqlens_kv_global` does not count.
+        argument: the argument that makes `call` the call of a rank, such as "enable_dcp=True". ValueError if it is "".
+        required: the arguments that are restricted in such a call: name -> (allowed values, reason).
+        uncounted_rows: what to add to `causal_seqlens_kv_global` for the number of keys that a request's newest row sees.
     """
     if not argument:
         raise ValueError(

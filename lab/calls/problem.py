@@ -91,7 +91,7 @@ class AttentionProblem(Softmax):
 
     @property
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (K, V), each [num_pages, num_kv_heads, page_size, size], or [num_tokens, num_kv_heads, size] if contiguous."""
+        """Return (K, V), each [num_pages, num_kv_heads, page_size, dim], or [num_tokens, num_kv_heads, dim] without pages."""
         raise NotImplementedError
 
     @property
@@ -234,7 +234,7 @@ class PagedAttention(AttentionProblem):
         )
 
     def columns_in_use(self) -> torch.Tensor:
-        """Return a bool mask [num_rows, num_columns]: True for each column of `selected` that a row uses, also if it has -1."""
+        """Return bool [num_rows, num_columns]: True for each column of `selected` that a row uses, even if it has -1 there."""
         assert self.selected is not None
         return columns_in_use(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
 
@@ -287,7 +287,7 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError if `lengths` (keys per request) or offsets are invalid. `bound`: the name of `max_kv_len` in errors."""
+    """Raise ValueError, with `bound` as the name of `max_kv_len`, if `lengths` (keys per request) or offsets are invalid."""
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")

@@ -174,9 +174,9 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error if the call fails, or if
-        its result differs from `expected` (if given): by more than the error bound of a `Truth`, or in any bit of a `Result`.
-        Return the result; None if the call failed, was refused or was skipped.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error, which calls it `what`, if
+        the call fails or its result differs from `expected` (if given): by more than the error bound of a `Truth`, or in any
+        bit of a `Result`. Return the result; None if the call failed, was refused or was skipped.
 
         If the implementation refuses the call, record the refusal; raise Unsupported instead if the call is `needed`. Skip a
         call that is not `needed` if FlashInfer does not allow `changes` for the sparse or context-parallel call of the case.
@@ -235,7 +235,7 @@ class CaseRun:
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
         """Return an object with the implementation's attention functions, for the lab's engine code. With PREPARED and PLANNED,
         it also has `prepare_<name>`, which calls the implementation's `prepare_<name>` or `plan_<name>`, if there is one. The
-        functions do not pass on `window_left=-1`, and None for an argument whose default is None.
+        functions leave out the argument `window_left=-1`, and arguments that are None and have the default None.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -252,7 +252,7 @@ class CaseRun:
         return self.kernel.make(prefix, interface, arguments | {"workspace_buffer": workspace}, of_engine=True)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Return the features of the next call, such as `kv_len`, and keep them for errors. `case`: None for `self.case`."""
+        """Return and keep the features, such as `kv_len`, of the next call, whose tensors are of `case` (None: `self.case`)."""
         if self._waits or self.device.type != "cuda":  # a capture leaves the features of the last call
             around: dict[str, Any] = dict(self._of_case.features)
             if isinstance(self.case, AttentionCase):
@@ -263,7 +263,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Record a comparison: its name, errors, kind of results, and the features of its call (None: of the last call)."""
+        """Record the comparison `what`. `wrongs`: sentences about its errors. `call`: its features (None: of the last call)."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, OutputComparison("; ".join(found)), call)

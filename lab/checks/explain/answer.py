@@ -26,7 +26,7 @@ class NotJudged(NamedTuple):
 def answer(
     verdicts: Sequence[CaseVerdict], profile: str, not_judged: Sequence[NotJudged], is_whole: bool, left_out: int = 0
 ) -> str:
-    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It fits the exit status.
+    """Return the first line of a report, such as "Right for all that SGLang 0.5.23 sends." It agrees with the exit status.
 
     If `profile` names an engine, only the cases that this engine sends decide. `is_whole` is True if the run judged each
     function and all cases (at the quick level, most cases suffice). `left_out` is the number of planned cases not judged.

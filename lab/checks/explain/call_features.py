@@ -44,7 +44,7 @@ class CallFeatures:
     selections: tuple[Features, ...] = field(default=(), hash=False)
 
     def of_pass(self, of_case: "CallFeatures") -> "CallFeatures":
-        """Return these features with those of the forward pass, `of_case`, which replace them except for selected entries."""
+        """Return these features, updated by those of the forward pass `of_case`. Features of selected K/V entries are kept."""
         lengths = of_case if of_case.of_requests else self
         same = self.q_lens[: len(lengths.q_lens)] == lengths.q_lens
         selections = self.selections if same else ({},) * len(lengths.q_lens)
@@ -61,7 +61,7 @@ class CallFeatures:
         page_size: int = TILE,
         selections: Sequence[Read] = (),  # the features of the entries that each request selects
     ) -> "CallFeatures":
-        """Return `features` with those that follow from the lengths added. For a call without pages, `page_size` is `TILE`."""
+        """Return `features` plus those that follow from the lengths, such as `kv_len`. Without pages, `page_size` is `TILE`."""
         batch = read_batch(kv_lens, q_lens, page_size, window_left)
         read = read_requests(kv_lens, q_lens, page_size, window_left, int(features.get("group", 0)))
         selected = tuple(map(kept, selections)) or ({},) * len(q_lens)

@@ -225,7 +225,7 @@ class _Units(NamedTuple):
         return int((self.results_with(self.wrong) & ~explained).sum())
 
     def vacuous_with(self, rule: Rule) -> Bits:
-        """Return which results have only ignored requests (so no unit), and one of these meets the rule: bool [results]."""
+        """Return bool [results]: True if all requests of the result are ignored (it has no unit), and one meets the rule."""
         found = ~self.results_with(np.ones(len(self.features), dtype=bool))
         for number in np.flatnonzero(found).tolist():
             _, result = self.results[number]
@@ -265,15 +265,15 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _vacuous(results: Sequence[CaseResult], held: str) -> tuple[str, ...]:
-    """Return which features exclude a request: "no_rows", and "no_keys" unless a `held` result is wrong for such a request."""
+    """Return the features of requests to ignore: "no_rows", and "no_keys" unless one without keys is wrong (kind `held`)."""
     of_requests = (each for _, result in results if result.held == held for each in result.requests)
     is_telling = any(is_wrong and features.get("no_keys") for features, is_wrong in of_requests)
     return ("no_rows",) if is_telling else ("no_rows", "no_keys")
 
 
 def _follows_from(units: _Units, held: str, inside: Bits, results: Sequence[CaseResult]) -> bool:
-    """Return True if errors of kind `held`, such as "LSE", only follow from errors of earlier kinds, such as "output": nearly
-    all wrong units lie `inside` the regions of earlier kinds and, for "LSE", most calls with a wrong LSE have a wrong output.
+    """Return True if errors of kind `held`, such as "LSE", only follow from errors of the kinds before it in `HELD`: nearly all
+    wrong units are `inside`, where a rule of such a kind holds, and for "LSE" most calls with a wrong LSE have a wrong output.
     """
     if held in FOLLOWS_FROM_NOTHING:
         return False
@@ -297,7 +297,7 @@ def _inside(units: _Units, regions: Sequence[Region]) -> Bits:
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of the results of kind `held`, and the number of wrong results outside of all these regions."""
+    """Return (a region for each failure rule of the results of kind `held`, number of wrong results that meet no rule)."""
     wrong = units.results_with(units.wrong)
     has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
@@ -368,8 +368,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence about checks that show no further error: in each wrong case of such a check, the
-    first call is already wrong. A first call that returns nothing does not count as wrong.
+    """Return for each function a sentence that names the checks that show no further error: in each of their wrong cases, the
+    result of the first call is already wrong. A first call without a result to compare, such as a failed one, does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

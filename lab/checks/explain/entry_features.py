@@ -61,5 +61,5 @@ def _has_empty_block(is_entry: Tensor, size: int) -> bool:
 
 
 def _up_to_last(marked: Tensor) -> Tensor:
-    """Return which columns are not after a row's last marked column: bool, the shape of `marked`."""
+    """Return a bool mask with the shape of `marked`: True for each column up to the last marked column of its row."""
     return marked.flip(1).cumsum(1).flip(1) > 0

@@ -91,8 +91,8 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
-    """Return which units have no value that hides errors, bool [units]. Such a value is one of the tensors' contents, or of a
-    parameter in `HIDING`, with which a smaller share of units is wrong than without any such value.
+    """Return bool [units]: False for units with a value that hides errors. Such values are contents not in `SHOWING`, and
+    values of the parameters in `HIDING`, with which a smaller share of units is wrong than without any of these values.
     """
     tags = [
         {str(each.get("contents")), *(name for name in each if name.startswith(HIDING))} - SHOWING for each in units
@@ -106,10 +106,10 @@ def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
 def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits) -> Rule:
     """Return a rule without the literals (tests of one feature) for which there is little evidence.
 
-    A literal is proved by a wrong case that meets the rule, and a right case with one parameter value less that meets all
-    literals but this one. Proved literals stay. A literal that is not proved is removed if it excludes too few results: with n
-    wrong results in the rule, fewer than `FEW` results if n is below `FEW`, else fewer than `SHOWN_RIGHT * n` right results.
-    Literals after the first n are removed unless they are proved. `result_of`, int [units], has each unit's result.
+    Let n be the number of wrong results that meet the rule. A literal is proved by two cases: a wrong one that meets the rule,
+    and a right one that violates only this literal and has one non-default parameter value less. A literal that is not proved
+    is removed if it excludes too few results (fewer than `FEW` if n is below `FEW`, else fewer than `SHOWN_RIGHT * n` right
+    ones), or if n or more literals precede it. `result_of`, int [units], has each unit's result.
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -145,9 +145,9 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bits, cases: Sequence[int]) -> Rule:
     """Return a rule with further literals (tests of one feature) that exclude right results, at most `MOST_LITERALS` in all.
 
-    A literal is added if it holds for all wrong units of the rule, and the evidence of the right cases that it excludes exceeds
-    its cost. Variants (see `_variants`), which differ little from a wrong case, are the strongest evidence. A literal with
-    another operator than "is" or ">=" must exclude a variant. `result_of`, int [units], has each unit's result.
+    A literal is added if it holds for all wrong units that meet the rule, and if the right cases that it excludes are more bits
+    of evidence than it costs. Right cases that differ little from a wrong case (`_variants`) are the most evidence. A literal
+    with another operator than "is" and ">=" must exclude such a case. `result_of`, int [units], has each unit's result.
     """
     inside = np.flatnonzero(all_hold(rule, units))
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
@@ -173,12 +173,12 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
 
 def _variants(cases: Set[frozenset[str]], of_wrong: Set[frozenset[str]]) -> set[frozenset[str]]:
-    """Return the sets of parameter values (without defaults) that have one value less than a wrong case, and those of `cases`
-    that have one value more, or two, as one may need the other. None of these one or two values can hide an error.
+    """Return sets of non-default parameter values that differ little from a set in `of_wrong`: these sets without one value,
+    and the sets in `cases` with one or two values more than one of these. The values that differ cannot hide an error.
     """
     plain = {case: [value for value in case if not value.startswith(HIDING)] for case in cases | of_wrong}
     found = {case - {value} for case in of_wrong for value in plain[case]}
-    for number in (1, 2):
+    for number in (1, 2):  # two, as one value may need the other
         found |= {
             case for case in cases for more in itertools.combinations(plain[case], number) if case - {*more} in of_wrong
         }
@@ -276,9 +276,9 @@ class _Search:
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits, operators: Sequence[str] = ("is not", "!=", "<=")) -> Chosen:
-        """Remove a test with one of `operators` if nearly all units in `left` that meet the remaining rule are wrong too. For
-        example "kv_len <= 64": the kernel may be wrong for more keys, with errors too small to be seen. Such a limit is also
-        removed if most units that meet the remaining rule are wrong, and some of those above the limit.
+        """Remove each literal with one of `operators` if nearly all units in `left` that meet the other literals are wrong. For
+        a limit such as "kv_len <= 64", most of them suffice if some above the limit are wrong: the kernel may be wrong for all
+        numbers of keys, with errors too small to be seen.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -290,8 +290,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the cheapest condition (an `is` literal) of all wrong units as a rule. Return () if none holds for all of
-        them, or if the right units outside of it may be there by chance.
+        """Return a rule of one literal with the operator "is": the cheapest that holds for all wrong units and few right ones.
+        Return () if there is none, or if so few right units are outside that all may be right by chance.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))

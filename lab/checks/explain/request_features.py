@@ -66,7 +66,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
 
 
 def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
-    """Yield features that compare each request with its batch and earlier requests. `group`: query heads per K/V head, or 0."""
+    """Yield each request's features that compare it with its batch. `group`: query heads per K/V head, 0 if it is unknown."""
     most, fewest_rows, fewest_keys = max(q_lens, default=0), math.inf, math.inf  # the fewest of earlier requests
     longest, num_rows, blocks = max(kv_lens, default=0), sum(q_lens), dict.fromkeys(ROW_BLOCKS, 0)
     for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):

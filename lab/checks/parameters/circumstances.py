@@ -72,17 +72,16 @@ def circumstances(model: Model) -> Iterator[Circumstance]:
     """Yield groups of calls for which kernels have separate code, if the model permits them. For a builder of metadata, each
     forward mode is a group: its passes in which at most four parameters differ from their default.
 
-    Four groups have one query row per request, and four have several rows per request:
-    1. A request has thousands of keys. At most two parameters (`FEW`) differ from their default. They are in
-       `DECISIVE`, such as "sinks", and not in `OWN_CODE`, such as "mask". A model without any of `OWN_CODE` has no group 1.
-    2. As group 1, but the two parameters may also be in `OWN_CODE`.
+    Other functions have these groups. Groups 1 to 4 exist twice: with one query row per request, and with several.
+    1. A request has thousands of keys. At most two parameters (`FEW`) differ from their default. They are in `DECISIVE`, such
+       as "sinks", and not in `OWN_CODE`, such as "mask".
+    2. As group 1, but the two parameters may also be in `OWN_CODE`. Without such parameters, there is no group 1.
     3. A request has thousands of keys. At most four parameters (`SEVERAL`) not in `DECISIVE` differ from their default.
-    4. The batch has one request, and the upper bound of the lengths on the host is far too large.
-
-    Two more groups have quantised queries or caches (`QUANTISED`), with values of parameters that are not in `DECISIVE`.
-    A model with "offsets" has one more group: requests of unequal numbers of rows, and values of `DECISIVE` parameters. A model
-    with "causal" has one more: non-causal calls with fewer keys than rows. In all groups, several query heads share a K/V head
-    if the model has such values.
+    4. The batch has one request, and the upper bound of the lengths that is passed as a number is far too large.
+    5. Unequal numbers of rows, if the model has "offsets". At most four parameters in `DECISIVE` differ from their default.
+    6. Quantised queries or caches, a group for each pair in `QUANTISED`. The parameters that differ are not in `DECISIVE`.
+    7. Non-causal calls with fewer keys than rows, if the model has "causal".
+    In all groups, several query heads share a K/V head if the model has such values.
     """
     axes = model.axes
     if "longest_request" not in axes:  # a metadata builder

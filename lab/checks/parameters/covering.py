@@ -253,10 +253,10 @@ class Model:
         return {each: self.completed(dict([each])) for (each,) in self.values()}
 
     def tuples_of(self, point: Point, apart: Iterable[Group] | None = None) -> Iterator[Values]:
-        """Yield the values, pairs and declared triples of values of a point that its call tests. These are all of the point,
-        unless the point has a value of a special group: of `vacuous` (the call then computes nothing), or of a group in `apart`
-        (None: the model's groups), for whose values kernels have separate code, as for an NVFP4 cache. Then they are only those
-        that contain a value of each special group that the point has a value of.
+        """Yield the values, pairs and declared triples of values of a point that its call tests. Usually these are all. But a
+        call with a value in `vacuous` computes nothing, and for a value of a group in `apart` (None: the model's groups), such
+        as an NVFP4 cache, kernels run separate code. If the point has values of such groups, only combinations that contain a
+        value of each of these groups are tested.
         """
         values = {name: (name, point[name]) for name in self.axes}
         has = {*point.items()}

@@ -118,7 +118,7 @@ def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def with_long(kv_lens: list[int], of: Chosen, longest: Callable[[], int]) -> None:
-    """Set `kv_lens` of the requests that `of["longest_request"]` selects: the 1st, 3rd, … to `longest()`, the rest to half."""
+    """Set `kv_lens` of the requests that `of["longest_request"]` selects: alternately to `longest()` and to half of it."""
     for number, request in enumerate(longest_requests(of)):
         kv_lens[request] = longest() // (1 + number % 2)
 

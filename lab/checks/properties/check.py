@@ -155,7 +155,7 @@ class Check:
         return (self.doc or "").split("\n", 1)[0].removeprefix("Find ")
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level, shard: Shard = WHOLE) -> Iterable[Any]:
-        """Return the fixed (not random) cases for a function. If several machines share a run, only K18's cases are divided."""
+        """Return the fixed (not random) cases for a function. If machines share a run, only cases of check K18 are divided."""
         cases = self.fixed(Scope(interface, ranges, level, shard))
         if self.more:
             return cases

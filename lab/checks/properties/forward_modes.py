@@ -40,7 +40,7 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield forward passes of the model `name` in each forward mode. `long`: prefix lengths above the sliding window's."""
+    """Yield forward passes of the model `name` in each forward mode. `long`: prefix lengths that exceed the sliding window."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
         return ForwardCase(mode, name, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **settings)

@@ -63,8 +63,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[AttentionCase]:
-    """Yield variants of the simplest wrong case (of K1 if possible), each without one unusual property or with fewer requests,
-    to show what makes it wrong. Yield none if check K18 has no cases, or if one of them is wrong: K18 then varies that case.
+    """Yield variants of the simplest wrong case (if possible of this check), each without one unusual property or with fewer
+    requests, to show what makes it wrong. Yield none if check K18 (combinations) has no case, or a wrong one, which it varies.
     """
     of_k18 = [verdict.outcome for verdict in verdicts if verdict.check == "K18"]
     wrong = [verdict for verdict in verdicts if verdict.outcome in BROKEN]

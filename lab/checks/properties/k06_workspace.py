@@ -54,7 +54,7 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def counters_of(run: CaseRun, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the counters in the workspace of a call, by the workspace's name; {} if the called kernel has none there."""
+    """Return {"the workspace": the counters in it} for a call; {} if the called kernel has no counters there."""
     counts = counts_in_workspace(arguments.get("backend", "auto"), run.device)
     return {"the workspace": semaphores_and_scratch(arguments["workspace_buffer"])[0]} if counts else {}
 

@@ -194,10 +194,10 @@ def _new(cases: Iterable[Configuration], verdicts: Sequence[CaseVerdict]) -> Ite
 
 
 def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Configuration]:
-    """Yield cases near the simplest wrong cases, to show which values make them wrong. Yield only the first of these groups
-    that has new cases: simpler variants; cases with the non-default values of a wrong case and all values of the other axes;
-    variants with one changed value; with two changed numbers; right cases that differ from a wrong case in one value, with
-    other seeds. If no case of this check is wrong, start from cases with the values of other checks' wrong results (`_alike`).
+    """Yield cases near the simplest wrong cases, to show which values make them wrong: (1) variants with simpler values; if
+    none is new, (2) cases that keep the non-default values and together have all values of the other axes; else (3) variants
+    with one changed value; else (4) with two changed numbers; else (5) the right cases that differ in one value, with two new
+    seeds each. If no case of K18 is wrong, start from cases with the values of other checks' wrong results (`_alike`).
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
     model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
@@ -233,7 +233,7 @@ def _first_new(scope: Scope, verdicts: Sequence[CaseVerdict], *several: Iterable
 
 
 def _alike(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """For each wrong result, yield a case with its parameter values, except those that K18 lacks or that can hide an error."""
+    """For each wrong result of any check, yield a case of K18 with its parameter values, but defaults for those in `HIDING`."""
     model = _model(scope)
     for result in (each for verdict in verdicts for each in verdict.judged.results if each.wrong):
         read: dict[str, Any] = of_any_request(result.features, [features for features, _ in result.requests])
@@ -273,9 +273,9 @@ def _around(scope: Scope, wrong: Configuration) -> list[Configuration]:
 
 
 def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]) -> list[Configuration]:
-    """Return up to `MOST_VARIED` variants of a wrong case, each with another value of one parameter. Skip a value if a wrong
-    case has it together with all non-default values of `subject`. If such wrong cases have several values of the parameter,
-    try only its smallest and largest number, or its default if it has no numbers. Also shorten a long request.
+    """Return up to `MOST_VARIED` variants of the wrong case `subject`, each with another value of one parameter, and variants
+    with shorter requests. Skip values that a case in `wrong` already combines with all non-default values of `subject`. If such
+    cases have several values of a parameter, try only its smallest and largest number, or its default if it has no numbers.
     """
     model, left = _model(scope), list[list[Configuration]]()
     # A call of one row is judged on a rank only here, where it may be the right variant.
@@ -296,8 +296,8 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
 
 def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
     """Return variants of a wrong case with two changed numbers. They show whether a relation of two numbers makes it wrong,
-    such as a window shorter than a request's rows. The first number is one that is no default in the wrong case: it takes its
-    next smaller and next larger value. The second number takes the values of the cheapest and of the most expensive variant.
+    such as a window shorter than a request's rows. The first number, which is no default, becomes the next smaller or the next
+    larger value of its axis. Of the values of the second number, use those with which the call computes least and most.
     """
     model, chosen = _model(scope), list[Configuration]()
     sizes = {axis: sorted(each for each in values if type(each) is int) for axis, values in model.axes.items()}
@@ -313,13 +313,13 @@ def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
 
 
 def _changed(model: Model, subject: Configuration, changes: Iterable[Point]) -> list[Configuration]:
-    """Return the possible variants of a case with the values of `changes`, each a value for some axes."""
+    """Return for each of `changes` (values of some axes) a variant of a case with these values, if the rules permit it."""
     points = (model.completed({**subject.non_default, **each}) for each in changes)
     return [Configuration(subject.interface, point, subject.seed) for point in points if point]
 
 
 def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
-    """Return the `MOST_SUBJECTS` cases with the fewest non-default axes. Skip a case that has all those of a returned one."""
+    """Return up to `MOST_SUBJECTS` cases, simplest first. Skip a case whose non-default axes include all of a simpler one's."""
     chosen = list[Configuration]()
     for case in sorted(cases, key=lambda case: len(case.non_default)):
         if not any(each.non_default.keys() <= case.non_default.keys() for each in chosen):
@@ -328,8 +328,8 @@ def _simplest(cases: Iterable[Configuration]) -> list[Configuration]:
 
 
 def _simpler(subject: DrawnPoint, wrong: Collection[str]) -> Iterator[DrawnPoint]:
-    """Yield variants of a wrong case, each with a simpler value of one parameter. If a variant is wrong too (its repr is in
-    `wrong`), keep its value (the first of each parameter), and also yield the case with all values that were kept so far.
+    """Yield variants of a wrong case, each with a simpler value of one parameter. For each parameter, keep the first value that
+    is wrong too (the variant's repr is in `wrong`), and also yield the case with all values that are kept so far.
     """
     together = subject
     for axis in subject.point:

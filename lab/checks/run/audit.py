@@ -59,7 +59,7 @@ def _of_all_checks(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 def audited(pool: Workers, verdicts: Sequence[CaseVerdict], is_over: Callable[[], bool]) -> Iterator[CaseVerdict]:
     """Judge some right cases of each function again, and yield the new verdicts. After the run's time is over (`is_over`), stop
-    as soon as one case of the function was judged. If the lab was able to judge none of them, the last verdict is FAILED.
+    as soon as one case of the function was judged. If errors of the lab leave all of them unjudged, the last verdict is FAILED.
     """
     for again in chosen(verdicts):
         is_confirmed = is_prevented = False

@@ -47,8 +47,8 @@ class Refusals:
         """Return the exceptions in `chosen`: classes, or a comma-separated list such as "ValueError,my/kernel.py:Unsupported".
 
         A name in the list is a built-in exception ("ValueError"), an attribute of a module ("my.errors.Refused") or of a file
-        ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported"). Another name of
-        this module ("my/kernel.py" for "my.kernel") is replaced by its name `kernel`, so that it is loaded once.
+        ("my/errors.py:Refused"), or an attribute of the kernel's module ("Unsupported"). If the list has this module under
+        another name ("my/kernel.py" for "my.kernel"), the name becomes `kernel`, so that the module is loaded once.
         """
         if not isinstance(chosen, str):
             names = tuple(map(name_of, chosen))

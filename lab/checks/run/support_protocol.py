@@ -299,9 +299,9 @@ class KernelCalls:
     ) -> Any:
         """Make a call. If it is refused, repeat it with equivalent arguments until one call is accepted.
 
-        If all calls are refused, raise the refusal of the last call that only omits arguments of `OMITTED`, or of the first
-        call. A refusal after a write, or during the capture of a CUDA graph, is raised at once. In an engine's forward pass
-        (`by_engine`), the repeated call may omit `out`, and its result is copied into `out`.
+        If all calls are refused, raise the refusal of the first call, or of the last call that differs from it only by omitted
+        arguments of `OMITTED`. A refusal after a write, or in the capture of a CUDA graph, is raised at once. In an engine's
+        forward pass (`by_engine`), the repeated call may omit `out`, and its result is copied into `out`.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if key in self.needed and is_capturing():
