@@ -45,7 +45,7 @@ class InvalidArgumentsError(RecordingError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Raise RecordingError if `path` is no regular file, or if the code in the `with` block finds that it is damaged."""
+    """Yield `path`. Raise RecordingError if it is no regular file, or if the code in the `with` block finds it damaged."""
     try:
         regular = files.regular(path)
     except (OSError, ValueError) as error:
@@ -176,7 +176,7 @@ class RecordedCall:
         raise RecordingError(f"a call {what} cannot be {done} yet")
 
     def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
-        """Return (expected results, output, LSE in base 2), without padding rows, and without requests with non-finite keys."""
+        """Return (`truth`, `out`, `lse` in base 2) without padding rows and without requests that have non-finite keys."""
         if self.function is AttentionCall.MLA_DECODE:
             out = out.flatten(0, 1) if out.dim() == 4 else out
             lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
@@ -257,8 +257,8 @@ def recorded_fault(call: RecordedCall) -> Fault | None:
 def fault_of(
     call: RecordedCall, out: Tensor, lse: Tensor | None = None, arithmetic: torch.dtype | None = None
 ) -> Fault | None:
-    """Return what is wrong with the output and LSE of a call by the judge's bounds, or None if nothing is. Requests with
-    non-finite keys are left out. A kernel may round its operands to the dtype `arithmetic`; None: to the query's dtype.
+    """Return what is wrong with a call's arguments or, by the judge's error bounds, with `out` and `lse`; None if all is right.
+    Requests with non-finite keys are left out. A kernel may round operands to the dtype `arithmetic` (None: the query's).
     """
     try:
         truth = truth_of_problem(call.problem(), arithmetic)

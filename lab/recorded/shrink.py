@@ -35,7 +35,7 @@ def shrunk(
     """Search for a smaller call that is wrong for the same reason. Return (smallest one, what is wrong). Ctrl-C ends it early.
 
     Args:
-        find: returns what is wrong with a call, or None. `recorded_fault` makes no call and judges the recorded output.
+        find: returns what is wrong with a call, or None. `recorded_fault` judges the recorded output, without a call.
         synthetic: finally replace all contents by random values, even if the call is then right. The second returned value is
             then None if the call is right, or if `find` is `recorded_fault`, because the new contents have no output.
 

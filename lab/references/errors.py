@@ -257,7 +257,7 @@ def regress(
 
 
 def _groupings(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield (names of the groups, each vector's group index, which broadcasts to [num_rows, num_heads]) for five groupings."""
+    """Yield `Regression`'s five groupings as (names of the groups, group indices that broadcast to [num_rows, num_heads])."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)

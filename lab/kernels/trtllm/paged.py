@@ -69,7 +69,7 @@ def prepare_context(call: ContextCall, problem: PagedAttention) -> PreparedCall:
     `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
     `trtllm_fmha_v2_prefill`, which takes K and V as one tensor [num_pages, 2, ...], or as two halves of one allocation. Halves
     need a page table [batch_size, 2, pages], with K's and V's page ids. A small launch writes it before each run. To avoid the
-    launch, pass such a table with `uses_shared_paged_kv_idx=False`, and as K and V the whole allocation [2 * num_pages, ...].
+    launch, pass such a table with `uses_shared_paged_kv_idx=False`, and for both K and V the allocation [2 * num_pages, ...].
     On these GPUs `cum_seq_lens_kv` counts keys, not pages. `workspace_buffer` may be the decode call's: its first 8 MiB stay 0.
     """
     if supported_kernel(problem) is FMHA_V2:

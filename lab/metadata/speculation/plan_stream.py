@@ -89,10 +89,10 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch what writes the metadata, except the part that depends on the draft. The host does not read the device."""
+        """Launch the kernels that write the metadata that does not depend on the draft. The host does not read the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return [tree mask or parents, positions], the buffers that the draft fills. None: the draft has its own buffer."""
+        """Return [tree mask or parents, positions], buffers that the draft fills. An element is None if the draft has its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
