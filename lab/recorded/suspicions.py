@@ -46,7 +46,7 @@ class RecordedInputs:
         return first_few(found, MOST_SHOWN)
 
     def origins_of_non_finite(self, out: torch.Tensor) -> list[str]:
-        """Return why each request's first non-finite row in `out` [num_rows, num_qo_heads, v_head_dim] is not finite, in sentences."""
+        """Return sentences on why each request's first non-finite row in `out` [rows, heads, v_head_dim] is not finite."""
         problem, found = self.problem, []
         bad = ~out.to(torch.float32).isfinite().all(dim=-1)
         for request, (start, end) in enumerate(itertools.pairwise(problem.row_offsets())):

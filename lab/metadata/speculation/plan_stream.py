@@ -92,7 +92,7 @@ class VerifyBackend(ABC):
         """Launch the kernels that write the metadata that does not depend on the draft. The host does not read the device."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return [tree mask or parents, positions], buffers that the draft fills. An element is None if the draft has its own."""
+        """Return [tree mask or parents, positions], which the draft fills; None for a buffer that the draft itself has."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
