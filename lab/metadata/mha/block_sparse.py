@@ -98,7 +98,7 @@ def copy_selected_pages(
 
 
 def as_pages(compact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return HND views (K, V) of `compact` for a call's ``kv_cache``. Page p of head h is also page p + 16 of head h - 1."""
+    """Return the copied pages `compact` as ``kv_cache``: HND views (K, V). Page p of head h is page p + 16 of head h - 1."""
     _, rows, heads, _, _, head_dim = compact.shape
     shape = ((rows - 1) * heads * NUM_PAGES + NUM_PAGES, heads, PAGE_SIZE, head_dim)
     stride = PAGE_SIZE * head_dim

@@ -41,7 +41,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata of one draft step. Only with `DraftPlan.COMMON_TEMPLATE` it has a list of all requests' K/V slots."""
+    """The metadata of one draft step, and with `DraftPlan.COMMON_TEMPLATE` a list of the slots of all requests' K/V."""
 
     metadata: PassMetadata
     kv_indptr: Tensor | None = None  #: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``
