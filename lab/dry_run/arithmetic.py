@@ -90,9 +90,9 @@ class HostMemory:
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
     """Compute the output and the LSE of a call from its kernel launches, in order, and write them into the call's tensors.
 
-    For a row that sees no key, no output is written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975 and
-    issue 2883). The LSE of such a row is minus infinity in generation kernels (the same sources), and is not written by other
-    kernels.
+    For a row that sees no key, `compute` writes no output; trtllm-gen writes nothing or NaN there. The LSE of such a row is
+    minus infinity in generation kernels, and is not written by other kernels. FlashInfer's pull request 4975 and issue 2883
+    describe what trtllm-gen writes.
 
     Raises:
         UnsoundLaunchError: a launch accesses memory outside the call's tensors, or two of its arguments contradict each other.

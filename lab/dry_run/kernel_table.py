@@ -147,7 +147,7 @@ def _newest() -> tuple[KernelTable, dict[str, int]]:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the text of `flashInferMetaInfo.h`. Columns of `members` that the table lacks are added and have only false."""
+    """Return the text of `flashInferMetaInfo.h`. Columns of `members` that the table lacks are added with only false."""
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]

@@ -275,7 +275,7 @@ def _flashinfer_modules() -> list[Any]:
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for `compiles`, a function that compiles a kernel module: calls of the module are only recorded."""
+    """Return a replacement for `compiles`, a function that compiles a kernel module. It compiles nothing, and records calls."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:

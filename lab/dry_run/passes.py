@@ -144,7 +144,7 @@ def dry_run(
     """Return the kernels and launches of named forward passes on the absent GPU `gpu_name`, a key of `lab.dry_run.GPUS`.
 
     For SM100 and SM103, FlashInfer's launcher selects the kernels. If it cannot be compiled here, and for other GPUs, the rules
-    of `lab.kernels.support` name them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
+    of `lab.kernels.support` select them. `before_build` is called before the launcher is compiled, which takes a minute. Raises
     ValueError if the GPU is unknown.
     """
     gpu, reason = gpu_named(gpu_name), build.why_not_built()

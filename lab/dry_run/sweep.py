@@ -322,8 +322,8 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Test for many calls whether the lab and FlashInfer's launcher refuse the same ones on a B200 and a B300. Write the
-    results as JSON and as a page.
+    """Compare which calls the lab and FlashInfer's launcher refuse, among many calls for a B200 and a B300. Write the results
+    as JSON and as a page.
     """
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
     parser.add_argument("folder", type=Path)

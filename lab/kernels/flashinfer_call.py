@@ -107,7 +107,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return a function or class of the installed FlashInfer and its signature, or raise NotImplementedError."""
+    """Return a function or class of the installed FlashInfer and its signature. Raise NotImplementedError if it lacks this."""
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:

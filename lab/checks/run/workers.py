@@ -166,7 +166,7 @@ class Workers:
         return failed
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case to the check with the key `check`. Values that the check itself chooses are in `ranges` (None:
+        """Submit a case to the check with the key `check`, which may add parameter values from `ranges` (None:
         `self.ranges`). Calling the returned `Pending` raises TooLate if the case did not begin by `end` (`time.monotonic`).
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)

@@ -131,7 +131,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of `keys`, a `KeyRange`. Tiles that need a mask come first."""
+    """Return the first key of tile number `number` in the `KeyRange` `keys`. Tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -244,7 +244,7 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until tile `number` of the program has arrived in its slot of shared memory, if `pred` is True."""
+    """If `pred` is True, wait until the program's tile number `number` has arrived in its slot of shared memory."""
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 

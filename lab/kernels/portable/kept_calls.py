@@ -90,8 +90,8 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-    """Return a function that repeats the launches of `call` with the tensors of a later call that has the same cache key. It
-    takes them in the order of `given`, the tensors of `call`, and keeps none alive. None: later calls may need other launches.
+    """Return a function that repeats the launches of `call` with the tensors of a later call with the same cache key, in the
+    order of `given`, the tensors of `call`. It keeps no tensor alive. Return None if later calls may need other launches.
     """
     launches, results, device = call.launches, call.returned, call.device
     if launches is None or call.reads_contents:

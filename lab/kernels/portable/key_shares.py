@@ -144,7 +144,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 @triton.jit
 def begin_share(share, batch, num_shares, least_places, TILE: tl.constexpr):
     """Return (first place, end, places per share, request of the first place, first place of this request) of share number
-    `share`. A place is a key tile, or is empty: empty places represent the time to begin a request and K/V head.
+    `share`, a sequence of places. A place is a key tile, or stands for the time to begin a request and K/V head.
     """
     total, share_places = places_per_share(batch, num_shares, least_places, TILE)
     place = share * share_places

@@ -103,7 +103,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return MERGED of `merge_if_last`: (max_q_len * GROUP, rounded up to a power of 2; partial results read at a time)."""
+    """Return `merge_if_last`'s argument MERGED: (max_q_len * GROUP, or the next power of 2; partial results read at once)."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -114,7 +114,7 @@ def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
 @triton.jit(noinline=True)
 def merge_if_last(
     unit,  # (index of the request and K/V head, K/V head, number of K/V heads, first row of the request, its number of rows)
-    cut,  # (place of the unit's first tile, number of its tiles, this share, places of a share, number of shares)
+    cut,  # (place of the unit's first tile, number of its tiles, this share, places of a share, number of shares): `key_shares`
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
@@ -220,7 +220,7 @@ def merged(
 def merged_by_lanes(
     pieces, block, rows, dims, partials, BLOCK_ROWS: tl.constexpr, ROW_DIMS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Compute what `merged` does, from the same arguments. LANES groups of threads divide the partial results among them."""
+    """Return what `merged` returns, from the same arguments. LANES groups of threads divide the partial results among them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

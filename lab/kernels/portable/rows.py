@@ -97,7 +97,7 @@ def keys_of_block(
     GROUP: tl.constexpr,  # query heads per K/V head
     TILE: tl.constexpr,  # `ProgramTile` or `HopperTile`
 ):
-    """Return the `KeyRange` of a block of rows: its key tiles among those of the program; none if the block has no row."""
+    """Return the `KeyRange` of a block: the program's key tiles that some row of the block sees; no tile if it has no row."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len
