@@ -156,7 +156,7 @@ def _stored(values: Tensor, setting: Setting) -> tuple[Sequence[Tensor], float]:
 
 
 def _solved(requests: UnstoredRequests, setting: Setting) -> tuple[dict[str, Any], Tensor, Truth]:
-    """Return (decode arguments, float64 output of the unrounded K and V, expected result of the K and V in the cache)."""
+    """Return (decode arguments, float64 output for the unrounded K and V, expected result for the rounded K and V)."""
     call = call_of(requests, setting)
     query, keys, values = requests.query.unsqueeze(1), requests.keys.unsqueeze(2), requests.values.unsqueeze(2)
     visible = torch.ones(len(query), 1, keys.shape[1], dtype=torch.bool, device=query.device)
@@ -172,7 +172,7 @@ def budget(
     rtol: float = 1e-2,
     kernel: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Measure the relative errors of the rounding of K and V, of a simulated right kernel and of `kernel` in one batch.
+    """Measure in one batch the relative errors that the rounding of K and V, a simulated right kernel, and `kernel` make.
 
     Args:
         atol, rtol: the tolerance of a test.

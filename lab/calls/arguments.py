@@ -374,7 +374,7 @@ def check_results_apart(call: Any) -> None:
 
 
 def overwritten(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ("out" or "lse", name of another argument) if their memory overlaps. Gaps between elements count as memory."""
+    """Yield ("out" or "lse", name of another argument) for each overlap in memory. Gaps between elements count as memory."""
     if all(given.get(name) is None for name in RESULTS):
         return
     spans = [

@@ -36,7 +36,7 @@ def num_keys(problem: AttentionProblem) -> list[int]:
 
 
 def keys_per_offset(problem: AttentionProblem) -> int:
-    """Return `page_size` if `problem.cu_seqlens_kv` counts pages, and 1 if it counts keys or is None."""
+    """Return the number of keys per unit of `problem.cu_seqlens_kv`: `page_size` if it counts pages; 1 for keys, or if None."""
     offsets = problem.cu_seqlens_kv
     if offsets is None or not isinstance(problem, PagedAttention) or int(offsets[-1]) == sum(problem.kv_lens()):
         return 1

@@ -42,7 +42,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionProblem(Softmax):
-    """The checked arguments of one attention call, with equal field names for all calls. Subclasses add K and V."""
+    """The checked arguments of one attention call. Calls of all types have the same field names. Subclasses add K and V."""
 
     call: AttentionCall  #: the call that defined the problem
     query: torch.Tensor  #: [num_rows, num_qo_heads, head_dim]
@@ -216,7 +216,7 @@ class PagedAttention(AttentionProblem):
         return found
 
     def of_rows(self) -> "PagedAttention":
-        """Return a problem in which each query row is a request, with the first `num_visible[row]` keys of its request."""
+        """Return a problem in which each query row is a request, with the first `num_visible[row]` keys of its old request."""
         assert self.num_visible is not None
         offsets = torch.tensor(self.row_offsets(), device=self.seq_lens.device)
         end = int(offsets[-1])
@@ -322,7 +322,7 @@ def mask_words(q_len: int) -> int:
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask, cast to int32 [batch, q_len, words], to bool [batch, row, token]: True if the row sees the token."""
+    """Unpack a draft mask, given as int32 [batch, q_len, words], to bool [batch, row, token]: True if the row sees it."""
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 

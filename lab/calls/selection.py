@@ -44,8 +44,8 @@ def columns_in_use(
         selected: int32 [num_rows, num_columns], indices of entries in the pool.
         lens: int32 [num_rows], number of first columns that each row uses; None: a row at position p uses p + 1 columns.
         row_offsets: first row of each request, followed by the end of the last one.
-        num_window: number of window columns at the start of `selected`. Of these, a row at position p uses at most p + 1, also
-            with `lens`.
+        num_window: number of columns for recent tokens (DeepSeek-V4) at the start of `selected`. Of these, a row at position p
+            uses at most the first p + 1, also with `lens`.
     """
     device, end = selected.device, row_offsets[-1]
     offsets = torch.tensor(row_offsets, device=device)

@@ -174,9 +174,9 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, needed: bool = False, /, **changes: Any
     ) -> Result | None:
-        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error, which calls it `what`, if
-        the call fails or its result differs from `expected` (if given): by more than the error bound of a `Truth`, or in any
-        bit of a `Result`. Return the result; None if the call failed, was refused or was skipped.
+        """Make the call of `inputs`, with arguments replaced by those in `changes`. Record an error that begins with `what` if
+        the call fails, or if its result differs from `expected` (if given): by more than the error bound of a `Truth`, or in
+        any bit of a `Result`. Return the result; None if the call failed, was refused or was skipped.
 
         If the implementation refuses the call, record the refusal; raise Unsupported instead if the call is `needed`. Skip a
         call that is not `needed` if FlashInfer does not allow `changes` for the sparse or context-parallel call of the case.

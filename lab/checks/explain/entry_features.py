@@ -13,7 +13,7 @@ from lab.checks.explain.features import COLUMN_BLOCKS, EMPTY_COLUMNS
 
 
 def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[int]) -> Iterator[Read]:
-    """Yield for each request the features of the K/V entries, `columns` [num_rows, num_columns], that its query rows select."""
+    """Yield for each request the features of the K/V entries that its rows select: `columns` [num_rows, num_columns]."""
     given, used = columns.cpu(), problem.columns_in_use().cpu()
     selected = given.where(used, 0)
     up_to_last = _up_to_last(used)

@@ -301,8 +301,8 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return a rule of one literal: of those that hold for all wrong units, and for so few right ones that at least
-        `PURE_ALONE` of the weight is wrong, the literal with the lowest cost. Return () if there is none.
+        """Return a rule of one literal: the cheapest that holds for all wrong units, and for so few right units that the wrong
+        ones have at least `PURE_ALONE` of the weight of both. Return () if there is none.
         """
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))

@@ -60,7 +60,7 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 @dataclass(frozen=True)
 class Condition:
-    """A feature that is true or false. In its text, braces have the words for true and for false: `a window is {|not }set`."""
+    """A feature that is true or false. Its text has the words for both, {true|false}, in braces: `a window is {|not }set`."""
 
     text: str  # words that can follow "wherever"
     cost: Cost = Cost.ARGUMENT

@@ -94,7 +94,7 @@ def builder_of(
     run: CaseRun, interface: MetadataFunction, what: str = "the metadata", features: CallFeatures | None = None
 ) -> Callable[..., Any]:
     """Return the implementation's metadata builder in a wrapper. If the builder changes a tensor of its batch or K/V pool, the
-    wrapper records an error with `features` (None: the features of the last call), and restores the tensor.
+    wrapper restores it, and records an error in which the metadata is named `what`, with `features` (None: the last call's).
     """
     function = run.function(interface)
 
@@ -147,7 +147,7 @@ def expect_own_tensors(
 
 
 def features_of(run: CaseRun, case: Any) -> CallFeatures:
-    """Return the features of the pass or the draft `case`, and those of the run's case."""
+    """Return the features of `case`, a forward pass or a draft, together with those of `run.case`."""
     of_pass = features_of_case(case)
     return replace(of_pass, features={**of_pass.features, **run.called.features})
 

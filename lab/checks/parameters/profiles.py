@@ -68,7 +68,7 @@ class Profile:
         return all(self.passes(interface, _values(interface, {**found.features, **request})) for request in requests)
 
     def concerns(self, verdict: CaseVerdict) -> bool:
-        """Return True if the engine may make the call of the case and, if results are wrong, a call with a wrong result."""
+        """Return True if the engine may make the case's call and, if results are wrong, a call whose result is wrong."""
         if isinstance(verdict.case, RecordedCase) or not self.sends(verdict.interface, verdict.case):
             return False
         # A check also makes variations of the case's call, which the engine may never make.
