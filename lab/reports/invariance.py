@@ -76,4 +76,5 @@ def _summary(found: Invariance) -> Iterator[str]:
     for each in found.dependences:
         worst[each.check] = min(worst.get(each.check, each.answer), each.answer, key=[*Answer].index)
     of = {answer: [factor for factor, found in worst.items() if found is answer] for answer in Answer}
-    yield "; ".join(f"{answer.value}: {', '.join(factors)}" for answer, factors in of.items() if factors)
+    texts = {answer: answer.value for answer in Answer} | {Answer.WITHIN: f"bits differ {Answer.WITHIN.value}"}
+    yield "; ".join(f"{texts[answer]}: {', '.join(factors)}" for answer, factors in of.items() if factors)

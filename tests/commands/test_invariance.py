@@ -42,7 +42,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     written = (folder / "invariance.md").read_text()
     title, summary = written.split("\n\n")[:2]
     assert title == f"# {KERNEL} on cpu: what do output bits depend on?"
-    assert summary.startswith("within the bound: batch-size; same bits: position,")
+    assert summary.startswith("bits differ within the bound: batch-size; same bits: position,")
     assert "| decode | batch-size | 1 ulp 3 |" in written
     row = r"\| (decode batch-size, .* with request 0 alone) \| (reproduce with requests of .*invariance\.json#\d+) \|"
     assert set(re.search(row, written).groups()) <= {line.strip() for line in said.splitlines()}
