@@ -47,7 +47,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
         common = "; ".join(f"{heading} = {text}" for heading, text in table.common)
         blocks += [
             f"## {table.caption}",
-            *([f"Left out of the table, because equal in all rows: {common}."] if common else ()),
+            *([f"The table leaves out columns that are equal in all rows: {common}."] if common else ()),
             markdown_of(table),
         ]
     return "\n\n".join(blocks) + "\n"
