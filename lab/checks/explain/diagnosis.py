@@ -368,8 +368,8 @@ def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[Ca
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return for each function a sentence that names the checks that show no further error: in each of their wrong cases, the
-    result of the first call is already wrong. A first call without a result to compare, such as a failed one, does not count.
+    """Return for each function a sentence that names the checks whose errors a wrong first call explains: in each of their
+    wrong cases, the result of the first call is wrong. A first call without a result, such as a failed one, does not count.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:

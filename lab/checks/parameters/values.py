@@ -178,7 +178,7 @@ class LogitScale(TextEnum):
 
 
 class ValueScale(TextEnum):
-    """How `bmm2_scale`, the scale of the output, is passed. With 0.9, a kernel that rounds the scale is wrong."""
+    """How `bmm2_scale`, the scale of the output, is passed, and its value. 0.9 reveals a kernel that rounds the scale."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None

@@ -70,7 +70,7 @@ class CallKind:
     forms: Callable[[Ranges], Sequence[Change]]  # returns for each form the change from a plain case to a special one
 
     def cases(self, plain: Sequence[AttentionCase], ranges: Ranges, count: int | None) -> Iterator[AttentionCase]:
-        """Yield special calls: cases of `plain`, each changed by one function of `forms`, at most `count` (None: no limit)."""
+        """Yield cases of this kind: cases of `plain`, each changed by a function of `forms`; at most `count`, if given."""
         # The seed of the first usual case selects the form to begin with, so that different checks begin with different forms.
         forms = self.forms(ranges) if plain and plain[0].interface in self.interfaces else ()
         first = plain[0].seed % len(forms) if forms else 0
