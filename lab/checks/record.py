@@ -65,7 +65,7 @@ def read_cases(record: Mapping[str, Any], path: Path | None = None) -> Iterator[
                     Outcome(case["outcome"]),
                     worst_ratio=float(case.get("worst_ratio", 0.0)),
                     judged=case.get("judged", 0),
-                    by_lab=case.get("by_lab", False),
+                    **{name: case.get(name, False) for name in ("by_lab", "right_alone")},
                     differences=tuple(BitDifference(what, float(by)) for what, by in case.get("differences", ())),
                     **sentences,
                 ),

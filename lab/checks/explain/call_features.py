@@ -16,9 +16,18 @@ from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.entry_features import read_selections
-from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
+from lab.checks.explain.feature import (
+    DTYPE_NAMES,
+    LENGTHS,
+    LOADED_COLUMNS,
+    NO_FEATURES,
+    SMALL_SCALE,
+    Features,
+    Read,
+    Value,
+)
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_requests
+from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -169,6 +178,7 @@ def _read_call(
     sizes = {name: getattr(problem, name) for name in SIZES}
     padding_rows, required = problem.num_rows - sum(q_lens), problem.features()
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
+    share = problem.num_rows / max(len(q_lens), 1)
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
@@ -177,6 +187,7 @@ def _read_call(
         **_read_shapes(sizes),
         "padding_rows": padding_rows > 0,
         "padding_fills_bound": padding_rows > 0 and problem.num_rows == problem.batch_size * problem.max_q_len,
+        "uneven_shares": share == int(share) > min(q_lens, default=0),
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
         "bmm1_scale_1": bmm1_scale == 1,
@@ -237,6 +248,10 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "page_gaps": _lie_apart(k_cache),
         "gaps_in_pages": max(map(operator.mul, k_cache.shape[1:], k_cache.stride()[1:])) > k_cache.shape[1:].numel(),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
+        "other_factor_strides": any(
+            sizes is not None and _strides(cache, 1) != _strides(sizes, 8)  # a byte has 2 elements, a factor is of 16
+            for cache, sizes in ((k_cache, problem.k_scale_factors), (problem.v_cache, problem.v_scale_factors))
+        ),
         "one_factor_tensor": isinstance(arguments.get("kv_cache_sf"), Tensor),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "one_table": len(table) > 1 and table.numel() > 0 and (table == table[0]).all(),
@@ -267,17 +282,6 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def _read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int]) -> Iterator[Read]:
-    visible, end = getattr(problem, "num_visible", None), 0
-    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
-        start, end = end, end + q_len
-        yield {
-            "at_kv_bound": kv_len == problem.max_kv_len,
-            "fewer_rows_than_bound": 0 < q_len < problem.max_q_len,
-            "unseen_keys": visible is not None and kv_len > 0 and (visible[start:end] == 0).any(),
-        }
-
-
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
     """Return for each request the features of its pages such as `largest_page` or, in a sparse call, of the K/V entries that
     its rows select. Return [] if each K/V head has its own page table.
@@ -288,8 +292,16 @@ def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) 
         return []
     tables = problem.k_block_tables.tolist()
     used = [row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True)]
-    width = problem.k_block_tables.shape[-1]
-    return [{"largest_page": max(pages, default=None), "at_table_end": len(pages) == width} for pages in used]
+    width, stride = problem.k_block_tables.shape[-1], problem.k_block_tables.stride(0)
+    return [
+        {"largest_page": max(pages, default=None), "at_table_end": len(pages) == width}
+        | {"table_row_apart": request * stride % LOADED_COLUMNS > 0}
+        for request, pages in enumerate(used)
+    ]
+
+
+def _strides(pool: Tensor, unit: int) -> list[int]:
+    return [unit * stride for size, stride in zip(pool.shape[:-1], pool.stride(), strict=False) if size > 1]
 
 
 def _lie_apart(pool: Tensor) -> bool:
@@ -377,7 +389,7 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
-    bounds = _read_bounds(problem, kv_lens, q_lens)
+    bounds = read_bounds(problem, kv_lens, q_lens, arguments.get("num_elts_per_sage_attn_blk", (0, 0)))
     of_requests = [each | of_pages for each, of_pages in zip(bounds, pages or [Read()] * len(q_lens), strict=True)]
     read = _read_call(interface, arguments, problem, kv_lens, q_lens)
     read = {name: read[name] for name in FEATURES if name in read} | earlier

@@ -166,8 +166,9 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
     results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
     wrong = [each.result.held for each in results if each.result.wrong]
+    state = _state(sum(each.judged.right_alone for each in judged), bool(wrong))
     if not wrong:
-        return Diagnosis(answer, reach)
+        return Diagnosis(answer, reach, state)
     is_written = 2 * wrong.count("memory") > len(wrong)  # a kernel that writes its inputs makes later results wrong
     regions, unexplained = list[Region](), 0
     for held in sorted(HELD, key=lambda held: is_written and held != "memory"):
@@ -182,17 +183,25 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
             regions += found
             unexplained += outside
     regions.sort(key=lambda each: (each.is_small, each.is_corner))
-    broken = _broken(regions, unexplained, is_whole)
+    broken = _broken(regions, unexplained, is_whole and not state)
     if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
         broken = _of_wrong_calls(broken, regions, results)
-    return Diagnosis(answer, reach, broken, tuple(regions), _follows(judged))
+    return Diagnosis(answer, reach, f"{broken} {state}".strip(), tuple(regions), _follows(judged))
+
+
+def _state(num_cases: int, are_others: bool) -> str:
+    are, their = ("is", "its") if num_cases == 1 else ("are", "their")
+    wrong = "wrong too, but" if are_others else "wrong"
+    first = f"{counted(num_cases, 'case')} {are} {wrong} only after other cases in the same process"
+    reason = "the implementation keeps state between calls, or its results change from run to run"
+    return f"{first}, and right in {their} own process: {reason}." if num_cases else ""
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
-    return (CheckedResult(THE_CASE, held, _features_of(verdict), verdict.outcome is not Outcome.RIGHT),)
+    return (CheckedResult(THE_CASE, held, _features_of(verdict), verdict.is_wrong_alone),)
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
@@ -374,7 +383,7 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         is_recorded = isinstance(verdict.case, RecordedCase)  # a recorded case has only one call
-        if verdict.outcome is not Outcome.RIGHT and not is_recorded and (results := verdict.judged.results):
+        if verdict.is_wrong_alone and not is_recorded and (results := verdict.judged.results):
             plain = results[0].wrong and results[0].held not in WITHOUT_RIGHT_ONES
             firsts.setdefault((verdict.interface.name.lower(), verdict.check), []).append(plain)
     found: dict[str, list[str]] = {}

@@ -19,7 +19,8 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
     up_to_last = _up_to_last(used)
     follows = (given >= 0) & ~up_to_last
     lens = None if problem.selected_lens is None else problem.selected_lens.cpu()
-    window_page = problem.window_cache.shape[2] if isinstance(problem, TwoPools) else None
+    is_dsv4 = isinstance(problem, TwoPools)
+    num_pages, _, page_size = problem.window_cache.shape[:3] if isinstance(problem, TwoPools) else (0, 1, 0)
     for request, (kv_len, (start, end)) in enumerate(zip(kv_lens, pairwise(problem.row_offsets()), strict=True)):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap
@@ -45,13 +46,18 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,
             "columns_after_row": (num_columns > keys_of_rows).any(),
-            "no_window_entry": window_page is not None and (~is_entry[:, :WINDOW_COLUMNS].any(1)).any(),
-            "no_compressed_entry": window_page is not None and (~is_entry[:, WINDOW_COLUMNS:].any(1)).any(),
+            "no_window_entry": is_dsv4 and (~is_entry[:, :WINDOW_COLUMNS].any(1)).any(),
+            "no_compressed_entry": is_dsv4 and (~is_entry[:, WINDOW_COLUMNS:].any(1)).any(),
             "other_lens_at_request": lens is not None
             and start < end
             and (lens[start:end] != lens[min(request, len(lens) - 1)]).any(),
-            "entry_past_window_page": window_page is not None
-            and (is_entry & (selected[start:end] >= window_page))[:, WINDOW_COLUMNS:].any(),
+            **{
+                name: is_dsv4 and (is_entry & (selected[start:end] >= size))[:, WINDOW_COLUMNS:].any()
+                for name, size in (
+                    ("entry_past_window_page", page_size),
+                    ("entry_past_window_pool", num_pages * page_size),
+                )
+            },
         }
 
 

@@ -7,12 +7,14 @@ from lab.workloads.attention_case import Contents, Dead, Entries, HeadPages, Tab
 
 # Keys that kernels load at a time, keys at which a window's loop can begin, query rows that kernels compute at a time
 TILES, WINDOW_TILES, ROW_BLOCKS = (64, 128, 256, 512), (32, 64), (16, 64, 128)
+ROW_TILES = (32, 64, 128)  # keys that kernels hide from a row at a time
 COLUMN_BLOCKS = (32, 64)  # columns of selected entries that kernels skip at a time
 OF_SIZES = {  # features of a request for each of these sizes, written #
     ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
     ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
     ("hidden_tile_of_#", "{#|fewer than #} keys of a request are before its last row's window"): TILES,
     ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
+    ("rows_in_tiles_of_#", "a request's rows lie in {several tiles|one tile} of # keys"): ROW_TILES,
     ("empty_block_of_#", "{an|no} aligned block of # columns before a row's entry has no used entry"): COLUMN_BLOCKS,
     ("late_block_of_#", "requests up to a request have {more|no more} blocks of # rows than all rows fill"): ROW_BLOCKS,
 }
@@ -88,8 +90,18 @@ FEATURES: dict[str, CaseFeature] = {
         "{a|no} request without query rows is between the first and a later one", Cost.VALUE
     ),
     "fewer_rows_than_bound": Condition("a request has {fewer|no fewer} query rows than the bound of rows", Cost.VALUE),
+    "no_key_seen": Condition("a row of a request sees {no|a} key", Cost.VALUE),
     "at_kv_bound": Condition("a request is {|not }as long as the bound of keys", Cost.VALUE),
     "at_table_end": Condition("a request's pages {|do not }fill its row of the page table", Cost.VALUE),
+    "table_row_apart": Condition(
+        f"a request's row of the page table begins at {{no|a}} multiple of {LOADED_COLUMNS} elements", Cost.DERIVED
+    ),
+    **{
+        f"{name}_in_block": Condition(
+            f"the number of {name} before a request is {{no|a}} multiple of a block's", Cost.VALUE
+        )
+        for name in ("rows", "keys")
+    },
     "shorter": Condition("a request is {|not }shorter than another", Cost.DERIVED),
     "fewer_tiles": Condition("a request has {fewer|no fewer} tiles of 64 keys than another", Cost.DERIVED),
     "packed_rows": Number(
@@ -132,6 +144,9 @@ FEATURES: dict[str, CaseFeature] = {
     "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
     "other_lens_at_request": Condition("a row's sparse_topk_lens {is not|is} that at its request's index", Cost.VALUE),
+    "entry_past_window_pool": Condition(
+        "a compressed index is {at least|below} the number of entries of the other pool", Cost.VALUE
+    ),
     "entry_past_window_page": Condition("a compressed index is {at least|below} the other page size", Cost.VALUE),
     # Of a batch.
     "page_size": Number("page_size is {}", Cost.VALUE, several="pages have several tokens"),
@@ -173,6 +188,9 @@ FEATURES: dict[str, CaseFeature] = {
     "odd_mask_words": Condition("the mask has several rows, each of an {odd|even} number of 16-bit words", Cost.VALUE),
     "padding_fills_bound": Condition(
         "the query has batch_size * max_q_len rows, {some|none} of them padding", Cost.VALUE
+    ),
+    "uneven_shares": Condition(
+        "the query has {a|no} whole number of rows per request, and a request has fewer", Cost.VALUE
     ),
     "sinks_list": Condition("sinks are {|not }given in a list"),
     "some_inf_sink": Condition("{a|no} sink is minus infinity", Cost.VALUE),
@@ -240,6 +258,7 @@ FEATURES: dict[str, CaseFeature] = {
     "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
     "gaps_in_pages": Condition("there are {|no }gaps inside pages", Cost.DERIVED),
     "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
+    "other_factor_strides": Condition("strides of scale factors are {not |}1/8 of the cache's strides", Cost.VALUE),
     "one_factor_tensor": Condition("kv_cache_sf is {one tensor|two tensors}", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
     "one_table": Condition("all requests {|do not }have the same pages", Cost.VALUE),

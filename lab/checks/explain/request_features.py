@@ -4,8 +4,9 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 
+from lab.calls import Problem
 from lab.checks.explain.feature import Read
-from lab.checks.explain.features import ROW_BLOCKS, TILES, WINDOW_TILES
+from lab.checks.explain.features import ROW_BLOCKS, ROW_TILES, TILES, WINDOW_TILES
 
 TILE = 64  # keys that many kernels load at a time
 
@@ -46,6 +47,7 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "rows_in_page": q_len > 0 and first_row % page_size > 0,
         "rows_reach_page": first_row > 0 and -(-kv_len // page_size) > -(-first_row // page_size),
         "rows_in_pages": q_len > 0 and first_row // page_size < (kv_len - 1) // page_size,
+        **{f"rows_in_tiles_of_{keys}": q_len > 0 and first_row // keys < (kv_len - 1) // keys for keys in ROW_TILES},
         "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
         "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
         "hidden_keys": last_seen > 0,
@@ -106,3 +108,25 @@ def read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, wi
         "some_no_rows": 0 in q_lens and any(q_lens),
         "some_empty": 0 in (*kv_lens, *q_lens),
     }
+
+
+def read_bounds(
+    problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int], block_sizes: Sequence[int]
+) -> Iterator[Read]:
+    """Yield for each request the features of its place in a call. `block_sizes`: rows, keys of a block with one scale, or 0."""
+    visible, first_row, first_key = getattr(problem, "num_visible", None), 0, 0
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
+        is_unseen = visible is not None and bool((visible[first_row : first_row + q_len] == 0).any())
+        yield {
+            "at_kv_bound": kv_len == problem.max_kv_len,
+            "fewer_rows_than_bound": 0 < q_len < problem.max_q_len,
+            "unseen_keys": kv_len > 0 and is_unseen,
+            "no_key_seen": is_unseen or kv_len == 0 < q_len or (problem.causal and kv_len < q_len),
+            **{
+                name: size > 0 and first % size > 0
+                for name, first, size in zip(
+                    ("rows_in_block", "keys_in_block"), (first_row, first_key), block_sizes, strict=False
+                )
+            },
+        }
+        first_row, first_key = first_row + q_len, first_key + kv_len

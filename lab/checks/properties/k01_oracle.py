@@ -67,7 +67,7 @@ def _plainer(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Attentio
     requests, to show what makes it wrong. Yield none if check K18 (combinations) has no case, or a wrong one, which it varies.
     """
     of_k18 = [verdict.outcome for verdict in verdicts if verdict.check == "K18"]
-    wrong = [verdict for verdict in verdicts if verdict.outcome in BROKEN]
+    wrong = [verdict for verdict in verdicts if verdict.is_wrong_alone]
     plain = [each for each in wrong if each.judged.results and each.judged.results[0].wrong]  # the first call is wrong
     cases = [verdict.case for verdict in plain if isinstance(verdict.case, AttentionCase)]
     if not cases or not of_k18 or {*of_k18} & {*BROKEN}:

@@ -41,7 +41,7 @@ from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.parameters.values import Bound, DtypePair, Lse, Offsets, Sinks, Tables
 from lab.checks.properties.check import Check, Following, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
-from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
+from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
@@ -200,7 +200,7 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Configura
     seeds each. If no case of K18 is wrong, start from cases with the values of other checks' wrong results (`_alike`).
     """
     own = [verdict for verdict in verdicts if verdict.check == CHECK.key]
-    model, wrong = _model(scope), [verdict.case for verdict in own if verdict.outcome in BROKEN]
+    model, wrong = _model(scope), [verdict.case for verdict in own if verdict.is_wrong_alone]
     around = partial(_around, scope)
     if not wrong:
         alike = [*itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE)]

@@ -28,6 +28,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 AUDITED = 8  # most configurations, and most other cases, of each function: at least one of each audited check
 REFUSED_NOW = "its worker called a case right, and declined it when it was made again: the kernel is dishonest"
 UNCONFIRMED = "it was called right, and no case of the audit could be judged: nothing confirms the right cases"
+RIGHT_ALONE = "right in its own process: the implementation keeps state, or its results change from run to run"
 NO_OUTPUT = "its worker called an audited case right and sent no output: the kernel is dishonest"
 
 
@@ -84,6 +85,16 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     if judged.outcome is not Outcome.RIGHT:
         return replace(judged, judged=0)
     return pool.apart(judge_output, verdict.case, str(pool.device), judged.output, verdict.ranges)
+
+
+def confirmed(verdict: CaseVerdict, alone: Judged) -> CaseVerdict:
+    """Return the verdict on a wrong case that was judged again in its own process, with the result `alone`: it has the results
+    of that process. If it is right there, it stays WRONG. If it is neither right nor wrong there, the verdict does not change.
+    """
+    if alone.outcome is Outcome.RIGHT:
+        wrongs = (*verdict.judged.wrongs, RIGHT_ALONE)
+        alone = replace(alone, outcome=Outcome.WRONG, wrongs=wrongs, right_alone=True)
+    return replace(verdict, judged=replace(alone, output=None)) if alone.outcome is Outcome.WRONG else verdict
 
 
 def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Ranges = USUAL_RANGES) -> Judged:

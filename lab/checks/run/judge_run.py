@@ -3,10 +3,8 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED
-from concurrent.futures import wait as wait_for_futures
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +15,9 @@ from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import NEARBY_ROUNDS, Check, Following, Level, Scope
 from lab.checks.report import Report
-from lab.checks.run.audit import audited
+from lab.checks.run.audit import audited, confirmed
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome, TooLate
-from lab.checks.run.workers import Pending, Workers
+from lab.checks.run.workers import Pending, Waits, Workers, in_turns
 from lab.files import state_of
 from lab.ranges import Ranges
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -30,12 +28,10 @@ MOST_SHRINKS = 60  # most cases that are judged to find a smaller wrong case
 MOST_KEPT = 2000  # most right random cases in the report
 MOST_WRONG = 10  # number of different wrong random cases that ends the search for more
 LEAST_DONE = 5  # number of judged cases from which the remaining time is estimated
+JUDGED_ALONE = 8  # about this number of wrong cases, and one of each check, is judged again in a process of its own
 GRACE_S = 2.0  # time for cases that run at the end; cases that run longer are left out
 WRITTEN_EVERY_S = 1.0  # least time between two writes of the report's file during the run
 WRITING_SHARE = 0.05  # most time for these writes, as a share of the run
-
-# A generator that submits cases and keeps their verdicts. It yields each case that it must wait for.
-Waits = Generator[Pending, None, None]
 
 
 class Progress(NamedTuple):
@@ -96,10 +92,13 @@ class Run:
             for interface in interfaces if discovers else ():
                 self._narrow(interface)
             self._take_turns(each.rest() for each in runs)
+            has_state = self._find_state(runs, JUDGED_ALONE) and self._find_state(runs, math.inf)
             for each in reversed(runs):  # K18's before those of K1
                 self._take_turns([each.near()])
             self._take_turns(each.go_on(random_until) for each in self._runs.values())
             self._audit()
+            if has_state:
+                self._find_state(runs, math.inf)
         except KeyboardInterrupt:
             self.report = replace(self.report, interrupted=True, ended="the run was interrupted")
         finally:
@@ -116,6 +115,17 @@ class Run:
         if found is not None:
             self.report = replace(self.report, narrowed=(*self.report.narrowed, (interface, found)))
             self._take_turns([each.plan(found) for each in runs])
+
+    def _find_state(self, runs: "Sequence[CheckRun]", most: float) -> bool:
+        """Judge about `most` wrong cases again, each in its own process. Return whether one of them is right there: then
+        the implementation probably keeps state between calls.
+        """
+        if self.is_over or not self.pool.is_apart:
+            return False
+        wrong = [run.wrong_numbers() for run in runs]
+        step = math.ceil(sum(map(len, wrong)) / most) or 1
+        self._take_turns(run.judge_alone(some[::step]) for run, some in zip(runs, wrong, strict=True))
+        return any(verdict.judged.right_alone for run in runs for verdict in run.verdicts)
 
     def verdicts_of(self, interface: Interface) -> list[CaseVerdict]:
         return [verdict for each in self._runs.values() if each.interface is interface for verdict in each.verdicts]
@@ -193,6 +203,7 @@ class CheckRun:
         # Numbers of planned cases, of planned cases that were judged, and of random cases that were judged after these.
         self.planned = self.judged = self.num_random = 0
         self._run, self._check, self._ranges = run, check, run.report.ranges
+        self._judged_alone = set[int]()  # indices in `verdicts`
         self._reprs = set[str]()  # of the planned cases of all shards, without random cases
         self._shard = Shard.of(run.report.shard)
         self._turn = turn  # the shard that gets the first case of this check, modulo the number of shards
@@ -228,6 +239,25 @@ class CheckRun:
             if not self._run.is_over:
                 cases = self._planned(nearby(self._scope, self._run.verdicts_of(self.interface)))
                 yield from self._judge(cases, self.keep)
+
+    def wrong_numbers(self) -> list[int]:
+        """Return the indices in `verdicts` of wrong cases that `judge_alone` has not judged yet."""
+        numbers = (at for at, verdict in enumerate(self.verdicts) if verdict.outcome is Outcome.WRONG)
+        return [at for at in numbers if at not in self._judged_alone]
+
+    def judge_alone(self, numbers: Sequence[int]) -> Waits:
+        """Judge the wrong cases with these indices in `verdicts` again, each in a process of its own, and replace the verdicts.
+        A case that is right there stays WRONG, with the right results.
+        """
+        self._judged_alone.update(numbers)
+        pool = self._run.pool
+        for first in range(0, len(numbers), pool.workers):
+            several = [(at, self.verdicts[at]) for at in numbers[first : first + pool.workers]]
+            begun = [pool.submit_alone(each.check, each.case, each.ranges, self._run.end) for _, each in several]
+            for (at, verdict), pending in zip(several, begun, strict=True):
+                yield pending
+                with suppress(TooLate):
+                    self.verdicts[at] = confirmed(verdict, pending())
 
     def _of_smoke(self, scope: Scope, _: Sequence[CaseVerdict]) -> Iterable[Any]:
         return self._check.cases(scope.interface, scope.ranges, Level.SMOKE)
@@ -358,27 +388,3 @@ class CheckRun:
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
-
-
-def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
-    """Advance each generator when the case that it yielded is judged: a case that takes minutes delays only its own generator.
-    Stop if `goes_on` returns False, or at the time `end` of `time.monotonic`, and return the number of cases that still run.
-    """
-    with ExitStack() as stack:
-        waiting = list[tuple[Waits, Pending]]()
-        for waits in waits_of_each:
-            stack.enter_context(closing(waits))
-            waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
-        while waiting and goes_on():
-            futures = [pending.future for _, pending in waiting if pending.future is not None]
-            if len(futures) == len(waiting):
-                left = None if end == math.inf else max(end - time.monotonic(), 0)
-                wait_for_futures(futures, left, FIRST_COMPLETED)
-            ready = next(
-                (at for at, (_, each) in enumerate(waiting) if each.future is None or each.future.done()), None
-            )
-            if ready is None:
-                return sum(pending.future is not None and pending.future.running() for _, pending in waiting)
-            waits, _ = waiting.pop(ready)
-            waiting.extend((waits, following) for following in itertools.islice(waits, 1))
-    return 0

@@ -98,6 +98,7 @@ class Judged:
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
     differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.properties.invariance`
+    right_alone: bool = False  # WRONG after other cases in its process, and right in a new process (with these results)
 
     def __post_init__(self) -> None:
         for name in SENTENCES:  # they quote messages of the kernel
@@ -125,6 +126,11 @@ class CaseVerdict:
     @property
     def outcome(self) -> Outcome:
         return self.judged.outcome
+
+    @property
+    def is_wrong_alone(self) -> bool:
+        """Return whether the case is wrong, failed or dishonest, also if its process judges no other case."""
+        return self.outcome in BROKEN and not self.judged.right_alone
 
     @property
     def key(self) -> Key:
@@ -170,7 +176,7 @@ _FIELDS: dict[str, Any] = {
     "outcome": Outcome,
     "worst_ratio": (int, float),
     "judged": int,
-    "by_lab": bool,
+    **dict.fromkeys(("by_lab", "right_alone"), bool),
     **dict.fromkeys(_ITEMS, tuple),
 }
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import itertools
 import math
 import multiprocessing.context
 import os
@@ -10,11 +11,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.sharedctypes import Synchronized
@@ -60,6 +62,10 @@ class Pending:
         return credible(self.result())
 
 
+# A generator that submits cases and keeps their verdicts. It yields each case that it must wait for.
+Waits = Generator[Pending, None, None]
+
+
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
@@ -81,6 +87,7 @@ class Workers:
         self.is_apart = isinstance(implementation, str)  # cases run in other processes than this one
         self._pool: Any = None
         self._pool_without_kernel: Any = None
+        self._pools_of_one = list[Any]()  # each judges one case
         self._has_worked, self._num_tasks = False, 0
         self._limits_s = dict[Future[Any], float]()  # time limits of the cases that are not finished
         self._last_end, self._is_over, self._lock = 0.0, threading.Event(), threading.Lock()
@@ -112,10 +119,11 @@ class Workers:
     def stop(self) -> None:
         """End all workers, with the cases that they are judging. The next submitted case starts new ones."""
         with self._lock:
-            for pool in filter(None, (self._pool, self._pool_without_kernel)):
+            for pool in filter(None, (self._pool, self._pool_without_kernel, *self._pools_of_one)):
                 pool.stop()
                 pool.join()
             self._pool = self._pool_without_kernel = None
+            self._pools_of_one.clear()
 
     def _watch(self) -> None:
         # Stop all workers if no case ends in time: a kernel may have damaged the pipe that they share.
@@ -176,6 +184,24 @@ class Workers:
         arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
         future = self._schedule(_work, arguments)
         return Pending(functools.partial(self._result, future, arguments), future)
+
+    def submit_alone(self, check: str, case: Any, ranges: Ranges, end: float) -> Pending:
+        """Submit a case to a new process, which judges no other case, in the same way as `submit` does to a worker."""
+        task = Task(check, case, str(self.device), ranges, self.refusals, end)
+        self._num_tasks += 1
+        arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
+        pool = self._new_pool(1)
+        self._pools_of_one.append(pool)
+        future = pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
+        pool.close()  # it ends after this case
+
+        def result() -> Judged:
+            judged = self._result(future, arguments, attempts=1)
+            pool.join()
+            self._pools_of_one.remove(pool)
+            return judged
+
+        return Pending(result, future)
 
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         pool = self._pool
@@ -322,3 +348,27 @@ def _calls_in(last_words: Path) -> str:
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
     chain = ", called by ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
     return f"; it was in {chain}" if chain else ""
+
+
+def in_turns(waits_of_each: Iterable[Waits], goes_on: Callable[[], bool] = lambda: True, end: float = math.inf) -> int:
+    """Advance each generator when the case that it yielded is judged: a case that takes minutes delays only its own generator.
+    Stop if `goes_on` returns False, or at the time `end` of `time.monotonic`, and return the number of cases that still run.
+    """
+    with ExitStack() as stack:
+        waiting = list[tuple[Waits, Pending]]()
+        for waits in waits_of_each:
+            stack.enter_context(closing(waits))
+            waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
+        while waiting and goes_on():
+            futures = [pending.future for _, pending in waiting if pending.future is not None]
+            if len(futures) == len(waiting):
+                left = None if end == math.inf else max(end - time.monotonic(), 0)
+                wait_for_futures(futures, left, FIRST_COMPLETED)
+            ready = next(
+                (at for at, (_, each) in enumerate(waiting) if each.future is None or each.future.done()), None
+            )
+            if ready is None:
+                return sum(pending.future is not None and pending.future.running() for _, pending in waiting)
+            waits, _ = waiting.pop(ready)
+            waiting.extend((waits, following) for following in itertools.islice(waits, 1))
+    return 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls import DecodeCall, MLADecodeCall
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase
@@ -18,10 +18,11 @@ from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
-from lab.checks.explain.request_features import read_batch, read_earlier, read_request
+from lab.checks.explain.request_features import read_batch, read_bounds, read_earlier, read_request
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.metadata import MetadataCase
 from lab.checks.parameters.models import Configuration
+from lab.checks.parameters.values import DtypePair
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.judging import run_case
@@ -202,12 +203,14 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (
             DECODE,
             offsets(2, 0, 1, 3),
-            "cum_seq_lens_q_given max_q_len_given padding_rows padding_fills_bound rows_of_batch=3 unequal_q_lens",
+            "cum_seq_lens_q_given max_q_len_given padding_rows padding_fills_bound rows_of_batch=3 unequal_q_lens "
+            "uneven_shares",
         ),
         (
             DECODE,
             offsets(3, 0, 0, 3),
-            "cum_seq_lens_q_given max_q_len_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows some_empty",
+            "cum_seq_lens_q_given max_q_len_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows "
+            "some_empty uneven_shares",
         ),
         (DECODE, {"window_left": 0}, "has_window window_left=0"),
         (DECODE, E4M3 | {"o_scale": 1.0}, "dtype=e4m3 kv_dtype=e4m3 out_dtype=e4m3"),
@@ -291,7 +294,7 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     (of_selection,), (of_pages,) = (
         reading.read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged)
     )
-    (of_bounds,) = reading._read_bounds(paged, paged.kv_lens(), paged.q_lens())
+    (of_bounds,) = read_bounds(paged, paged.kv_lens(), paged.q_lens(), (0, 0))
     of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), 1))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
@@ -448,8 +451,53 @@ def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
     arguments = arguments_of(AttentionCase(DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
     seen = None if visible is None else torch.tensor(visible, dtype=torch.int32)
     problem = replace(DecodeCall(**arguments).problem(), num_visible=seen)
-    read = reading._read_bounds(problem, problem.kv_lens(), problem.q_lens())
+    read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens(), (0, 0))]
     assert [bool(each["unseen_keys"]) for each in read] == is_unseen
+    assert [bool(each["no_key_seen"]) for each in read] == [is_unseen[0], True]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (4, 16)])
+def test_what_is_before_a_request_may_end_inside_a_block_with_one_scale(sizes: tuple[int, int]) -> None:
+    problem = RaggedContextCall(**ragged_arguments(ragged_batch([2, 2, 2], [20, 12, 4], dims=(48, 32)))).problem()
+    read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens(), sizes)]
+    assert [each["rows_in_block"] for each in read] == [False, sizes[0] > 0, False]
+    assert [each["keys_in_block"] for each in read] == [False, sizes[1] > 0, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_before_all_keys_sees_none_if_the_call_is_causal(causal: bool) -> None:
+    given = arguments_of(AttentionCase(AttentionCall.CONTEXT, (2, 0, 3), (3, 0, 3), num_kv_heads=1, group=1))
+    problem = ContextCall(**given | {"causal": causal}).problem()
+    read = read_bounds(problem, problem.kv_lens(), problem.q_lens(), (0, 0))
+    assert [each["no_key_seen"] for each in read] == [causal, False, False]
+
+
+@pytest.mark.parametrize(("columns", "apart"), [(4, [False, False, False]), (3, [False, True, True])])
+def test_a_row_of_the_page_table_begins_at_a_multiple_of_four_elements_or_not(columns: int, apart: list[bool]) -> None:
+    problem = DecodeCall(**arguments_of(AttentionCase(DECODE, (20,) * 3, (1,) * 3, num_kv_heads=1, group=2))).problem()
+    problem = replace(problem, k_block_tables=torch.zeros(3, columns, dtype=torch.int32))
+    read = reading.read_pages(problem, problem.kv_lens(), problem.page_size)
+    assert [each["table_row_apart"] for each in read] == apart
+
+
+def test_strides_of_scale_factors_are_compared_with_those_of_the_cache() -> None:
+    call = built_call(Configuration(DECODE, {"dtypes": DtypePair("bf16/nvfp4"), "num_kv_heads": 2}, 1), Ranges(), CPU)
+    assert "other_factor_strides" not in features_of_call(DECODE, call.given, CallLog()).features
+    k_factors, v_factors = call.given["kv_cache_sf"]
+    apart = torch.stack((v_factors, v_factors), dim=1)[:, 0]
+    for changed in ((apart, v_factors), (k_factors, apart)):
+        found = features_of_call(DECODE, {**call.given, "kv_cache_sf": changed}, CallLog()).features
+        assert found["other_factor_strides"]
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "padding", "is_uneven"), [((3, 1), 0, True), ((2, 1), 0, False), ((2, 1), 1, True), ((2, 2), 0, False)]
+)
+def test_shares_of_rows_may_be_whole_and_uneven(q_lens: tuple[int, int], padding: int, is_uneven: bool) -> None:
+    given = arguments_of(AttentionCase(AttentionCall.CONTEXT, (9, 9), q_lens, num_kv_heads=1, group=1))
+    given["query"] = torch.cat([given["query"], given["query"][:padding]])
+    found = features_of_call(AttentionCall.CONTEXT, given, CallLog()).features
+    assert ("uneven_shares" in found) is is_uneven
 
 
 @pytest.mark.parametrize(
@@ -516,6 +564,7 @@ def test_blocks_of_columns_are_features(columns: list[int], lens: int, features:
         ({128: 3}, (129, 129), "no_window_entry"),
         ({0: 99, 128: 31}, (129, 129), ""),
         ({0: 3, 128: 32}, (129, 129), "entry_past_window_page"),
+        ({0: 3, 128: 32}, (129, 129), "entry_past_window_page entry_past_window_pool"),
         ({0: 3, 128: 32}, (128, 128), "no_compressed_entry"),
         ({0: 3, 128: 3}, (130, 129), "other_lens_at_request"),
     ],
@@ -526,10 +575,13 @@ def test_the_entries_of_both_pools_are_features(cells: dict[int, int], lens: tup
     given = {**call.given, "seq_lens": ints(140), "cum_seq_lens_q": None, "sparse_topk_lens": ints(*lens)}
     given |= {"query": given["query"].reshape(-1, 2, *given["query"].shape[-2:])[:1]}
     given["sparse_indices"] = torch.full_like(given["sparse_indices"][:2], -1)
+    if "entry_past_window_pool" in features:
+        given["swa_kv_cache"] = given["swa_kv_cache"][:1]
     for column, cell in cells.items():
         given["sparse_indices"][:, column] = cell
     found = features_of_call(AttentionCall.DSV4_DECODE, given, CallLog())
-    names = {"no_window_entry", "no_compressed_entry", "entry_past_window_page", "other_lens_at_request"}
+    names = {"no_window_entry", "no_compressed_entry", "entry_past_window_page", "entry_past_window_pool"}
+    names |= {"other_lens_at_request"}
     (only,) = found.of_requests
     assert names & only.keys() == {*features.split()}
 
@@ -639,7 +691,7 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
         (70, 0, -1, TILE, "partial_page no_rows"),
         (3, 3, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
         (24, 24, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
-        (48, 48, -1, TILE, "partial_page no_prefix q_len_no_power_of_2 multiple_of_16_rows"),
+        (48, 48, -1, TILE, "partial_page no_prefix q_len_no_power_of_2 multiple_of_16_rows rows_in_tiles_of_32"),
         (4, 6, -1, TILE, "partial_page fewer_keys rows_before_keys q_len_no_power_of_2"),
         (20, 1, 19, TILE, "partial_page"),
         (20, 1, 18, TILE, "partial_page hidden_keys window_in_page"),
@@ -738,7 +790,8 @@ def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     run = CaseRun(references, case, CPU)
     run.call(run.build())
     of_case, of_call = features_of_case(case), run.called
-    of_requests = [{name: each[name] for name in each if name != "largest_page"} for each in of_call.of_requests]
+    only_of_call = {"largest_page", "no_key_seen", "table_row_apart"}
+    of_requests = [{name: each[name] for name in each.keys() - only_of_call} for each in of_call.of_requests]
     assert [*of_case.of_requests] == of_requests
     assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
     shared = of_case.features.keys() & of_call.features.keys()

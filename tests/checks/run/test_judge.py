@@ -18,11 +18,15 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Contents, Level, Outcome, judge, judge_case
+from lab.checks.explain.diagnosis import diagnose
 from lab.checks.properties import checks
 from lab.checks.properties.recorded import RECORDED_CALLS
+from lab.checks.record import read_cases, read_record
 from lab.checks.report import Report
+from lab.checks.run.audit import RIGHT_ALONE
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
+from lab.checks.run.workers import Workers
 from lab.exit_status import ExitStatus
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES
@@ -281,3 +285,55 @@ def test_cases_begin_although_the_workers_start_after_the_time_is_over(monkeypat
     monkeypatch.setattr("lab.checks.run.judge.LEAST_SECONDS", -1.0)
     moments = itertools.chain([now - 1000.0], itertools.repeat(now))
     assert not judged(INSIDE, most_seconds=500.0).verdicts
+
+
+STATEFUL = """
+from lab import references
+
+CALLS = []
+
+def trtllm_batch_decode_with_kv_cache(**arguments):
+    CALLS.append(1)
+    if len(CALLS) > 12 or TWO_ROWS and arguments.get("q_len_per_req") == 2:
+        arguments["bmm2_scale"] = 2 * arguments["bmm2_scale"]
+    return references.trtllm_batch_decode_with_kv_cache(**arguments)
+"""
+
+
+@pytest.mark.parametrize("is_wrong_alone", [False, True])
+def test_what_is_wrong_only_after_other_cases_is_no_part_of_a_failure_rule(
+    tmp_path: Path, is_wrong_alone: bool
+) -> None:
+    """The kernel is wrong from its thirteenth call on and, if `is_wrong_alone`, also wherever a request has two rows."""
+    kernel, out = tmp_path / "kernel.py", tmp_path / "report.json"
+    kernel.write_text(STATEFUL.replace("TWO_ROWS", str(is_wrong_alone)))
+    report = judged(str(kernel), "K1", "K2", isolated=True, out=out)
+    later = [each for each in report.verdicts if each.judged.right_alone]
+    others = [each for each in report.verdicts if each.outcome is Outcome.WRONG and each not in later]
+    assert len(later) > 5
+    assert {each.outcome for each in later} == {Outcome.WRONG}
+    assert all(RIGHT_ALONE in each.reason for each in later)
+    assert {each.case.q_lens[0] for each in others} == ({2} if is_wrong_alone else set())
+    state = f"{len(later)} cases are wrong {'too, but ' if is_wrong_alone else ''}only after other cases in the same process"
+    assert f"{state}, and right in their own process" in report.diagnosis.broken
+    assert ("wherever a request has several query rows" in report.diagnosis.broken) is is_wrong_alone
+    read = diagnose([*read_cases(read_record(out))])
+    assert state in read.broken
+    assert report.exit_status is ExitStatus.WRONG
+
+
+def test_few_cases_of_a_kernel_without_state_are_judged_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alone, submit = list[Any](), Workers.submit_alone
+
+    def counted(pool: Workers, *case: Any) -> Any:
+        alone.append(case)
+        return submit(pool, *case)
+
+    monkeypatch.setattr(Workers, "submit_alone", counted)
+    judged("lab.references", functions=("decode",), isolated=True)
+    assert alone == []
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(STATEFUL.replace("> 12", "> 0").replace("TWO_ROWS", "True"))
+    report = judged(str(kernel), isolated=True)
+    assert not any(each.judged.right_alone for each in report.verdicts)
+    assert 2 <= len(alone) <= 10 < sum(each.outcome is Outcome.WRONG for each in report.verdicts)

@@ -18,7 +18,7 @@ from lab.checks.properties.check import Check, Scope
 from lab.checks.run import audit, judge_run
 from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
 from lab.checks.run.verdicts import Judged, Key
-from lab.checks.run.workers import Pending
+from lab.checks.run.workers import Pending, in_turns
 from lab.workloads.attention_case import AttentionCase
 
 RANGES = Ranges(longest=100)
@@ -89,7 +89,7 @@ def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
     of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE, turn=0)
     of_check._run._runs = {("K99", AttentionCall.DECODE): of_check}
     for ranges, planned in ((RANGES, 10), (replace(RANGES, longest=120), 12)):
-        assert judge_run.in_turns([of_check.plan(ranges)]) == 0
+        assert in_turns([of_check.plan(ranges)]) == 0
         assert of_check.planned == of_check.judged == planned
     assert cases_of(of_check.verdicts) == [*range(12)]
 

@@ -21,9 +21,8 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, Report, judge, judge_case
 from lab.checks.run import workers as workers_module
-from lab.checks.run.judge_run import Waits, in_turns
 from lab.checks.run.verdicts import Judged, TooLate
-from lab.checks.run.workers import Pending, Workers
+from lab.checks.run.workers import Pending, Waits, Workers, in_turns
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
