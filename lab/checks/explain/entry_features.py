@@ -30,7 +30,7 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
         ordered = selected[start:end].where(is_entry, -1).sort(1).values
         keys_of_rows = torch.arange(kv_len - len(counts), kv_len) + 1
         yield {
-            "no_entry": (counts == 0).any(),
+            **dict.fromkeys(("no_entry", "no_key_seen"), (counts == 0).any()),
             "empty_tile": (~is_entry[:, :EMPTY_COLUMNS].any(dim=1)).any(),
             "gap": is_gap.any(),
             "gap_before_entry": (is_gap & _up_to_last(is_entry)).any(),

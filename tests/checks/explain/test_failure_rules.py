@@ -175,6 +175,16 @@ def test_an_upper_limit_that_excludes_few_right_results_is_not_named(num_right: 
     assert " and ".join(sorted(map(str, found))) == rule
 
 
+@pytest.mark.parametrize(("num_wrong", "rule"), [(0, "kv_len <= 248 and sinks"), (6, "sinks")])
+def test_an_upper_limit_above_which_results_are_wrong_too_is_not_named(num_wrong: int, rule: str) -> None:
+    """Of 50 results with 4,100 keys, `num_wrong` show the error of a sink."""
+    short = [{"sinks": True, "kv_len": kv_len} for kv_len in (100, 248)]
+    long = [{"sinks": True, "kv_len": 4100}] * 50
+    units = [*short * 95, *long, *[{"kv_len": 248}, {"kv_len": 4100}] * 100]
+    (found, *_) = find_rules(units, np.arange(len(units)) < 190 + num_wrong, range(len(units)))
+    assert " and ".join(sorted(map(str, found))) == rule
+
+
 def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
     found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))

@@ -374,6 +374,7 @@ def test_a_request_has_features_of_the_entries_that_its_rows_select(columns: lis
     names = {"no_entry", "empty_tile", "gap", "gap_before_entry", "unordered_entries", "repeated_entry"}
     found = [{name for name in names & each.keys() if each[name]} for each in of_requests]
     assert found == [set(), {*features.split()}]
+    assert [each.get("no_key_seen", False) for each in of_requests] == ["no_entry" in each for each in found]
     assert [each["num_entries"] for each in of_requests] == [len(columns)] * 2
 
 
@@ -458,7 +459,7 @@ def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
 
 @pytest.mark.parametrize("sizes", [(0, 0), (4, 16)])
 def test_what_is_before_a_request_may_end_inside_a_block_with_one_scale(sizes: tuple[int, int]) -> None:
-    problem = RaggedContextCall(**ragged_arguments(ragged_batch([2, 2, 2], [20, 12, 4], dims=(48, 32)))).problem()
+    problem = RaggedContextCall(**ragged_arguments(ragged_batch([1, 3, 2], [17, 15, 4], dims=(48, 32)))).problem()
     read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens(), sizes)]
     assert [each["rows_in_block"] for each in read] == [False, sizes[0] > 0, False]
     assert [each["keys_in_block"] for each in read] == [False, sizes[1] > 0, False]
@@ -466,10 +467,10 @@ def test_what_is_before_a_request_may_end_inside_a_block_with_one_scale(sizes: t
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_row_before_all_keys_sees_none_if_the_call_is_causal(causal: bool) -> None:
-    given = arguments_of(AttentionCase(AttentionCall.CONTEXT, (2, 0, 3), (3, 0, 3), num_kv_heads=1, group=1))
+    given = arguments_of(AttentionCase(AttentionCall.CONTEXT, (2, 0, 0, 3), (3, 0, 2, 3), num_kv_heads=1, group=1))
     problem = ContextCall(**given | {"causal": causal}).problem()
     read = read_bounds(problem, problem.kv_lens(), problem.q_lens(), (0, 0))
-    assert [each["no_key_seen"] for each in read] == [causal, False, False]
+    assert [each["no_key_seen"] for each in read] == [causal, False, True, False]
 
 
 @pytest.mark.parametrize(("columns", "apart"), [(4, [False, False, False]), (3, [False, True, True])])
@@ -483,6 +484,7 @@ def test_a_row_of_the_page_table_begins_at_a_multiple_of_four_elements_or_not(co
 def test_strides_of_scale_factors_are_compared_with_those_of_the_cache() -> None:
     call = built_call(Configuration(DECODE, {"dtypes": DtypePair("bf16/nvfp4"), "num_kv_heads": 2}, 1), Ranges(), CPU)
     assert "other_factor_strides" not in features_of_call(DECODE, call.given, CallLog()).features
+    assert reading._strides(torch.zeros(1, 2, 3, 5), 8) == [8 * 15, 8 * 5]  # without that of the only page
     k_factors, v_factors = call.given["kv_cache_sf"]
     apart = torch.stack((v_factors, v_factors), dim=1)[:, 0]
     for changed in ((apart, v_factors), (k_factors, apart)):

@@ -317,6 +317,7 @@ def test_what_is_wrong_only_after_other_cases_is_no_part_of_a_failure_rule(
     state = f"{len(later)} cases are wrong {'too, but ' if is_wrong_alone else ''}only after other cases in the same process"
     assert f"{state}, and right in their own process" in report.diagnosis.broken
     assert ("wherever a request has several query rows" in report.diagnosis.broken) is is_wrong_alone
+    assert "every other result is right" not in report.diagnosis.broken
     read = diagnose([*read_cases(read_record(out))])
     assert state in read.broken
     assert report.exit_status is ExitStatus.WRONG
