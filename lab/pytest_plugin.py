@@ -231,7 +231,9 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a line for each function that was not judged on all requested values, with the ranges that were judged."""
+    """Print a line for each judged function (of FlashInfer) whose cases had only a part of the requested parameter values, such
+    as page sizes. The line names the values that were judged.
+    """
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

@@ -142,12 +142,12 @@ def test_decodes_leave_room_for_a_prompt() -> None:
     """Half of the programs that run at a time, or what a small prompt leaves; all where its programs fill a multiprocessor."""
     small = ProgramTile(64, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
     problem = SimpleNamespace(num_rows=2111, group=4, num_kv_heads=8)
-    assert paged.shares_beside(problem, Shares(264), small).count == 132
+    assert paged.shares_of_first(problem, Shares(264), small).count == 132
     problem.num_rows = 191  # 12 blocks for each of 8 heads
-    assert paged.shares_beside(problem, Shares(264), small).count == 264 - 96
-    assert paged.shares_beside(problem, Shares(264), small._replace(per_multiprocessor=1)).count == 264
-    assert paged.shares_beside(problem, Shares(264), HopperTile(64, 64, 3, per_multiprocessor=3)).count == 264
-    assert paged.shares_beside(problem, Shares(1), small).count == 1
+    assert paged.shares_of_first(problem, Shares(264), small).count == 264 - 96
+    assert paged.shares_of_first(problem, Shares(264), small._replace(per_multiprocessor=1)).count == 264
+    assert paged.shares_of_first(problem, Shares(264), HopperTile(64, 64, 3, per_multiprocessor=3)).count == 264
+    assert paged.shares_of_first(problem, Shares(1), small).count == 1
 
 
 @pytest.mark.parametrize(

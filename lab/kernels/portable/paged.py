@@ -156,7 +156,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
     return few if few < problem.max_q_len else None
 
 
-def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
+def shares_of_first(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
     """Return `shares` with a smaller `count` (at least half) for the first of two launches. Programs of both launches then run
     at the same time: a multiprocessor reads keys for one launch while it multiplies for the other.
 
@@ -204,7 +204,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     first = replace(problem, max_q_len=few)
     first_tile, first_shares = _tile_and_shares(first, True)
     if first_shares is not None and shares is None and overlaps_launches(problem.query.device):
-        first_shares = shares_beside(problem, first_shares, tile)
+        first_shares = shares_of_first(problem, first_shares, tile)
     attention, *merge = _launches_of(first, results, first_tile, first_shares, 1)
     second_attention, *second_merge = _launches_of(problem, results, tile, shares, few + 1)
     return [attention, second_attention, *merge, *second_merge]

@@ -66,9 +66,9 @@ def q_lens_of_kind(requests, batch_size, kind):
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Return (request of the `number`-th block of query rows of the batch, index of the request's first block, number of
-    requests with blocks from this request on, number of all blocks). If there is no such block, the request is `batch_size`.
-    `kind`: (cu_seqlens_q, n, m): requests of n to m query tokens have blocks. `lanes`: `arange(requests read at once)`.
-    """
+    requests that have blocks, without those before this request, number of all blocks). If there is no such block, the
+    request is `batch_size`. `kind` is (cu_seqlens_q, n, m): only requests of n to m query tokens have blocks. `lanes`:
+    `arange(requests read at once)`."""
     request = number * 0
     begin = request
     left = request

@@ -42,9 +42,9 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     head). `kv_bytes`: bytes of an element of K/V.
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
-    allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its products, and tiles
-    have 128 rows, for two warp groups. TMA loads tiles of 128 rows, so that no registers hold addresses, and tiles of up to 32
-    rows, whose first keys then arrive sooner.
+    allow, and two programs on a multiprocessor hide each other's waits. With more rows SM90 is bound by its matrix
+    products, and tiles have 128 rows, for two warp groups. Programs with such tiles load K/V by TMA, so that no registers hold
+    addresses. Programs with tiles of up to 32 rows load K/V by TMA because the first keys then arrive sooner.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))

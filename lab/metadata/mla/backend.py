@@ -163,7 +163,9 @@ def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> 
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the decode call's ``max_seq_len``. In an eager verification the draft tokens count twice, as in SGLang."""
+    """Return the decode call's ``max_seq_len``, in modes of several rows per request ``max_seq_len_k + max_seq_len_q``, as in
+    SGLang: in an eager verification, whose ``max_seq_len_k`` counts the draft tokens, they count twice.
+    """
     return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
 
 

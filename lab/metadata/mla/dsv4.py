@@ -149,9 +149,9 @@ class DSV4Metadata:
 def build_dsv4_metadata(batch: ForwardBatch, pool: KVPool) -> DSV4Metadata:
     """Build the metadata of one pass in new tensors (SGLang 0.5.23), without reading the device on the host.
 
-    Each query row sees the tokens up to its own. A draft step sees only the tokens before the draft. In DRAFT_EXTEND_V2 a row
-    sees at least one token, also in a padding request (`deepseek_v4_backend.py`, line 2424). Padding rows of a ragged
-    verification see the first token of the last request. Padding rows of other modes have no metadata.
+    Each query row sees the tokens up to its own, except in a draft step: there it sees only the tokens before the draft. In
+    DRAFT_EXTEND_V2 a row sees at least one token, also in a padding request (`deepseek_v4_backend.py`, line 2424). Padding
+    rows of a ragged verification see the first token of the last request. Padding rows of other modes have no metadata.
 
     The page table has one column in DRAFT_EXTEND_V2, because a draft model has no compressed entries. In a prefill it has
     columns for the pages of the longest request, and in other modes for the pages of ``max_context_len`` tokens.
