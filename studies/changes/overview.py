@@ -26,17 +26,17 @@ RULES = (
     "A *point* is a combination of settings at which times were measured, such as 4 requests of 1,024 keys and 16 query rows. "
     "The statement that a change saves time *holds* at a point if the time with the change is shorter, *does not hold* if the "
     "time with the change is longer, and *is undecided* in all other cases.",
-    f"A time counts as shorter if the {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the medians is "
-    f"entirely more than {INTERLEAVED.minimum_effect_percent:g} % below 1, and a rank test of the samples agrees. A time "
-    f"counts as longer if the confidence interval is entirely more than {INTERLEAVED.minimum_effect_percent:g} % above 1, and "
-    "the rank test agrees. If a recording has no samples, the confidence interval is computed from the quartiles.",
+    f"A time counts as shorter if the whole {INTERLEAVED.confidence_percent:g} % confidence interval of the ratio of the "
+    f"medians is below {1 - INTERLEAVED.minimum_effect_percent / 100:g}, and a rank test of the samples agrees. A time counts "
+    f"as longer if the whole confidence interval is above {1 + INTERLEAVED.minimum_effect_percent / 100:g}, and the rank test "
+    "agrees. If a recording has no samples, the confidence interval is computed from the quartiles.",
     "If a change claims to save a number of microseconds, this number is added to the time with the change before the times "
     "are compared.",
     "If a profile and the host's clock timed a point, a statement holds at this point only if both clocks confirm the "
     "statement. At a point that both clocks timed, the column *saved, µs* has the saving in the profile.",
     "The sign *a → b* stands for the median time without a change and the median time with the change.",
     "Statements with the note *(not claimed)* do not count in the verdict on a change.",
-    "The column *day* has the day on which the file was committed, because recordings have no date.",
+    "The column *day* has the day on which the recording was committed, because recordings have no date.",
 )
 CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or is undecided, at")
 POINTS = ("point", "the statement", "without the change → with the change")

@@ -44,9 +44,12 @@ def _waits(copying: RecordedRow, other: RecordedRow) -> Observation:
 
 
 def _mask_facts(mask: RecordedRow) -> str:
-    sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
+    sizes = (
+        f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens and up to "
+        f"{mask['max_context_len']:,} tokens per request"
+    )
     return (
-        f"The verify mask of form {mask['form']!r} for {sizes} has {mask['mask_bytes']:,} bytes, and filling it takes "
+        f"The verify mask {mask['form']!r} for {sizes} has {mask['mask_bytes']:,} bytes, and filling it takes "
         f"{microseconds(mask['fill_us'])} µs."
     )
 
