@@ -69,6 +69,18 @@ def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> s
     return f"compared: {counts}{''.join(f'; {each.full}' for each in not_judged)}"
 
 
+def state_between_calls(judged: Sequence[CaseVerdict]) -> str:
+    """Return a sentence if wrong cases are right in their own process (`CaseVerdict.judged.alone`), else ""."""
+    alone = Counter(each.judged.alone for each in judged if each.judged.alone)
+    reason = "the implementation keeps state between calls, or its results change from run to run"
+    cases = (
+        f"Of {counted(alone.total(), 'wrong case')} repeated in {'its' if alone.total() == 1 else 'their'} own process"
+    )
+    return (
+        f"{cases}, {alone['right']} {'is' if alone['right'] == 1 else 'are'} right: {reason}." if alone["right"] else ""
+    )
+
+
 def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
     broken, suspicious = _broken(judged), sum(bool(verdict.judged.suspicions) for verdict in judged)
     if broken:

@@ -187,7 +187,7 @@ def _read_call(
         **_read_shapes(sizes),
         "padding_rows": padding_rows > 0,
         "padding_fills_bound": padding_rows > 0 and problem.num_rows == problem.batch_size * problem.max_q_len,
-        "uneven_shares": share == int(share) > min(q_lens, default=0),
+        "uneven_shares": share == int(share) > min(q_lens, default=math.inf),
         "sinks": sinks is not None,
         "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
         "bmm1_scale_1": bmm1_scale == 1,

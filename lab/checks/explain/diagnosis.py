@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lab.checks.explain.answer import state_between_calls
 from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.failure_rules import FEW, Rule, all_hold, find_rules, sharpened, supported
 from lab.checks.explain.feature import Bits, Features, Value, of_any_request
@@ -164,9 +165,10 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
     if any(each.outcome is Outcome.DISHONEST for each in verdicts):
         return Diagnosis(answer)
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
+    if state := state_between_calls(judged):  # a wrong case that was not repeated may be wrong after other cases only
+        judged = [each for each in judged if each.outcome is not Outcome.WRONG or each.judged.alone]
     results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
     wrong = [each.result.held for each in results if each.result.wrong]
-    state = _state(sum(each.judged.right_alone for each in judged), bool(wrong))
     if not wrong:
         return Diagnosis(answer, reach, state)
     is_written = 2 * wrong.count("memory") > len(wrong)  # a kernel that writes its inputs makes later results wrong
@@ -183,18 +185,10 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", reach: str = "",
             regions += found
             unexplained += outside
     regions.sort(key=lambda each: (each.is_small, each.is_corner))
-    broken = _broken(regions, unexplained, is_whole and not state)
+    broken = _broken(regions, unexplained, is_whole, bool(state))
     if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
         broken = _of_wrong_calls(broken, regions, results)
     return Diagnosis(answer, reach, f"{broken} {state}".strip(), tuple(regions), _follows(judged))
-
-
-def _state(num_cases: int, are_others: bool) -> str:
-    are, their = ("is", "its") if num_cases == 1 else ("are", "their")
-    wrong = "wrong too, but" if are_others else "wrong"
-    first = f"{counted(num_cases, 'case')} {are} {wrong} only after other cases in the same process"
-    reason = "the implementation keeps state between calls, or its results change from run to run"
-    return f"{first}, and right in {their} own process: {reason}." if num_cases else ""
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
@@ -347,7 +341,7 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
     return min(wrong, key=size)
 
 
-def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
+def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool, has_state: bool = False) -> str:
     first, *later = regions
     parts = [first.sentence + ("" if first.is_small else f" ({first.wrong:,} of {counted(first.results, 'result')})")]
     same_kind = [region for region in later if region.held == first.held][:MOST_SHOWN]
@@ -360,7 +354,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
         parts += [f"and {region.where}" for region in of_kind if region.is_corner]
     if unexplained:
         parts.append(f"{counted(unexplained, 'other result')} {'is' if unexplained == 1 else 'are'} wrong too")
-    elif not later and first.outside:
+    elif not later and first.outside and not has_state:
         parts.append(f"every other result {'' if is_whole else 'that was judged '}is right")
     return f"{'; '.join(parts)}."
 

@@ -88,13 +88,16 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def confirmed(verdict: CaseVerdict, alone: Judged) -> CaseVerdict:
-    """Return the verdict on a wrong case that was judged again in its own process, with the result `alone`: it has the results
-    of that process. If it is right there, it stays WRONG. If it is neither right nor wrong there, the verdict does not change.
+    """Return the verdict on a wrong case that was repeated in its own process, with the judgement `alone`. It has the results
+    of that process, and stays WRONG if it is right there. If the repetition was declined or failed, nothing changes.
     """
     if alone.outcome is Outcome.RIGHT:
-        wrongs = (*verdict.judged.wrongs, RIGHT_ALONE)
-        alone = replace(alone, outcome=Outcome.WRONG, wrongs=wrongs, right_alone=True)
-    return replace(verdict, judged=replace(alone, output=None)) if alone.outcome is Outcome.WRONG else verdict
+        wrongs, worst_ratio = (*verdict.judged.wrongs, RIGHT_ALONE), verdict.judged.worst_ratio
+        alone = replace(alone, outcome=Outcome.WRONG, wrongs=wrongs, worst_ratio=worst_ratio, alone="right")
+    elif alone.outcome is Outcome.WRONG:
+        alone = replace(alone, alone="wrong")
+    is_judged = alone.outcome in (Outcome.WRONG, Outcome.DISHONEST)
+    return replace(verdict, judged=replace(alone, output=None)) if is_judged else verdict
 
 
 def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Ranges = USUAL_RANGES) -> Judged:

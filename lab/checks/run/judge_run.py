@@ -28,7 +28,8 @@ MOST_SHRINKS = 60  # most cases that are judged to find a smaller wrong case
 MOST_KEPT = 2000  # most right random cases in the report
 MOST_WRONG = 10  # number of different wrong random cases that ends the search for more
 LEAST_DONE = 5  # number of judged cases from which the remaining time is estimated
-JUDGED_ALONE = 8  # about this number of wrong cases, and one of each check, is judged again in a process of its own
+FIRST_REPEATED = 8  # most wrong cases per function that are repeated in their own processes, to find state
+MOST_REPEATED = 100  # most further ones, if there is state, and most after further cases
 GRACE_S = 2.0  # time for cases that run at the end; cases that run longer are left out
 WRITTEN_EVERY_S = 1.0  # least time between two writes of the report's file during the run
 WRITING_SHARE = 0.05  # most time for these writes, as a share of the run
@@ -92,13 +93,13 @@ class Run:
             for interface in interfaces if discovers else ():
                 self._narrow(interface)
             self._take_turns(each.rest() for each in runs)
-            has_state = self._find_state(runs, JUDGED_ALONE) and self._find_state(runs, math.inf)
+            has_state = self._finds_state(FIRST_REPEATED * len(interfaces)) and self._finds_state(MOST_REPEATED)
             for each in reversed(runs):  # K18's before those of K1
                 self._take_turns([each.near()])
             self._take_turns(each.go_on(random_until) for each in self._runs.values())
-            self._audit()
             if has_state:
-                self._find_state(runs, math.inf)
+                self._finds_state(MOST_REPEATED)
+            self._audit()
         except KeyboardInterrupt:
             self.report = replace(self.report, interrupted=True, ended="the run was interrupted")
         finally:
@@ -116,16 +117,33 @@ class Run:
             self.report = replace(self.report, narrowed=(*self.report.narrowed, (interface, found)))
             self._take_turns([each.plan(found) for each in runs])
 
-    def _find_state(self, runs: "Sequence[CheckRun]", most: float) -> bool:
-        """Judge about `most` wrong cases again, each in its own process. Return whether one of them is right there: then
-        the implementation probably keeps state between calls.
+    def _finds_state(self, most: int) -> bool:
+        """Repeat up to `most` wrong cases, each in its own process. Return whether one of them is right there: then the
+        implementation probably keeps state between calls.
         """
         if self.is_over or not self.pool.is_apart:
             return False
-        wrong = [run.wrong_numbers() for run in runs]
-        step = math.ceil(sum(map(len, wrong)) / most) or 1
-        self._take_turns(run.judge_alone(some[::step]) for run, some in zip(runs, wrong, strict=True))
-        return any(verdict.judged.right_alone for run in runs for verdict in run.verdicts)
+        wrong = [
+            (run, at)
+            for run in self._runs.values()
+            for at, each in enumerate(run.verdicts)
+            if each.outcome is Outcome.WRONG and not each.judged.alone
+        ]
+        repeated = self._repeated_alone(wrong[:: math.ceil(len(wrong) / most) or 1])
+        if in_turns([repeated], lambda: not self.is_stopped, self.end + GRACE_S):
+            self.pool.stop()
+        return any(each.judged.alone == "right" for run in self._runs.values() for each in run.verdicts)
+
+    def _repeated_alone(self, wrong: "Sequence[tuple[CheckRun, int]]") -> Waits:
+        # `wrong` has tuples (run of a check, index in its `verdicts`).
+        for first in range(0, len(wrong), self.pool.workers):
+            several = [(run, at, run.verdicts[at]) for run, at in wrong[first : first + self.pool.workers]]
+            begun = [self.pool.submit_alone(each.check, each.case, each.ranges, self.end) for *_, each in several]
+            for (run, at, verdict), pending in zip(several, begun, strict=True):
+                yield pending
+                with suppress(TooLate):
+                    found = confirmed(verdict, pending())
+                    run.verdicts[at] = self.noted(found) if found.outcome is Outcome.DISHONEST else found
 
     def verdicts_of(self, interface: Interface) -> list[CaseVerdict]:
         return [verdict for each in self._runs.values() if each.interface is interface for verdict in each.verdicts]
@@ -203,7 +221,6 @@ class CheckRun:
         # Numbers of planned cases, of planned cases that were judged, and of random cases that were judged after these.
         self.planned = self.judged = self.num_random = 0
         self._run, self._check, self._ranges = run, check, run.report.ranges
-        self._judged_alone = set[int]()  # indices in `verdicts`
         self._reprs = set[str]()  # of the planned cases of all shards, without random cases
         self._shard = Shard.of(run.report.shard)
         self._turn = turn  # the shard that gets the first case of this check, modulo the number of shards
@@ -239,25 +256,6 @@ class CheckRun:
             if not self._run.is_over:
                 cases = self._planned(nearby(self._scope, self._run.verdicts_of(self.interface)))
                 yield from self._judge(cases, self.keep)
-
-    def wrong_numbers(self) -> list[int]:
-        """Return the indices in `verdicts` of wrong cases that `judge_alone` has not judged yet."""
-        numbers = (at for at, verdict in enumerate(self.verdicts) if verdict.outcome is Outcome.WRONG)
-        return [at for at in numbers if at not in self._judged_alone]
-
-    def judge_alone(self, numbers: Sequence[int]) -> Waits:
-        """Judge the wrong cases with these indices in `verdicts` again, each in a process of its own, and replace the verdicts.
-        A case that is right there stays WRONG, with the right results.
-        """
-        self._judged_alone.update(numbers)
-        pool = self._run.pool
-        for first in range(0, len(numbers), pool.workers):
-            several = [(at, self.verdicts[at]) for at in numbers[first : first + pool.workers]]
-            begun = [pool.submit_alone(each.check, each.case, each.ranges, self._run.end) for _, each in several]
-            for (at, verdict), pending in zip(several, begun, strict=True):
-                yield pending
-                with suppress(TooLate):
-                    self.verdicts[at] = confirmed(verdict, pending())
 
     def _of_smoke(self, scope: Scope, _: Sequence[CaseVerdict]) -> Iterable[Any]:
         return self._check.cases(scope.interface, scope.ranges, Level.SMOKE)
@@ -379,7 +377,7 @@ class CheckRun:
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         blank = CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
         earlier = self._run.earlier.get(blank.key)
-        if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) and not earlier.judged.by_lab:
+        if earlier and _stays(earlier):
             return None, lambda: earlier
         pending = self._run.pool.submit(blank.check, case, blank.ranges, end)
         return pending, lambda: self._run.known(replace(blank, judged=replace(pending(), output=None)))
@@ -388,3 +386,9 @@ class CheckRun:
         self.judged += is_planned
         self._run.show(verdict, is_new)
         self.verdicts.append(self._run.noted(verdict))
+
+
+def _stays(earlier: CaseVerdict) -> bool:
+    """Return whether a verdict of an earlier run counts: it is no fault, or a fault that this run's processes may not show."""
+    is_settled = earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) and not earlier.judged.by_lab
+    return is_settled or earlier.judged.alone == "right"

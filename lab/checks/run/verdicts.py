@@ -98,7 +98,9 @@ class Judged:
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
     differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.properties.invariance`
-    right_alone: bool = False  # WRONG after other cases in its process, and right in a new process (with these results)
+    alone: str = (
+        ""  # of a wrong case that was repeated in its own process: "right" or "wrong" there, as are these results
+    )
 
     def __post_init__(self) -> None:
         for name in SENTENCES:  # they quote messages of the kernel
@@ -130,7 +132,7 @@ class CaseVerdict:
     @property
     def is_wrong_alone(self) -> bool:
         """Return whether the case is wrong, failed or dishonest, also if its process judges no other case."""
-        return self.outcome in BROKEN and not self.judged.right_alone
+        return self.outcome in BROKEN and self.judged.alone != "right"
 
     @property
     def key(self) -> Key:
@@ -176,7 +178,8 @@ _FIELDS: dict[str, Any] = {
     "outcome": Outcome,
     "worst_ratio": (int, float),
     "judged": int,
-    **dict.fromkeys(("by_lab", "right_alone"), bool),
+    "by_lab": bool,
+    "alone": str,
     **dict.fromkeys(_ITEMS, tuple),
 }
 

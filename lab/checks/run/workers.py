@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -59,7 +59,7 @@ class Pending:
     future: Future[Judged] | None = None  # None if the case is judged in this process, when `result` is called
 
     def __call__(self) -> Judged:
-        return credible(self.result())
+        return replace(credible(self.result()), alone="")  # a worker does not know whether it is the case's only one
 
 
 # A generator that submits cases and keeps their verdicts. It yields each case that it must wait for.
@@ -87,7 +87,8 @@ class Workers:
         self.is_apart = isinstance(implementation, str)  # cases run in other processes than this one
         self._pool: Any = None
         self._pool_without_kernel: Any = None
-        self._pools_of_one = list[Any]()  # each judges one case
+        self._begun: Any = None  # the number of workers so far, which share it
+        self._pools_of_one = set[Any]()  # each judges one case
         self._has_worked, self._num_tasks = False, 0
         self._limits_s = dict[Future[Any], float]()  # time limits of the cases that are not finished
         self._last_end, self._is_over, self._lock = 0.0, threading.Event(), threading.Lock()
@@ -111,10 +112,9 @@ class Workers:
         from pebble import ProcessPool
 
         context = _context()
-        begun = context.Value("i", 0)
-        return ProcessPool(
-            workers, context=context, initializer=_begin, initargs=(dict(os.environ), self.device, begun)
-        )
+        self._begun = self._begun or context.Value("i", 0)
+        begins = (dict(os.environ), self.device, self._begun)
+        return ProcessPool(workers, context=context, initializer=_begin, initargs=begins)
 
     def stop(self) -> None:
         """End all workers, with the cases that they are judging. The next submitted case starts new ones."""
@@ -191,15 +191,16 @@ class Workers:
         self._num_tasks += 1
         arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
         pool = self._new_pool(1)
-        self._pools_of_one.append(pool)
-        future = pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
+        self._pools_of_one.add(pool)
+        future = self._watched(pool.schedule(_work, args=arguments, timeout=self.time_limit_s), self.time_limit_s)
         pool.close()  # it ends after this case
 
         def result() -> Judged:
-            judged = self._result(future, arguments, attempts=1)
-            pool.join()
-            self._pools_of_one.remove(pool)
-            return judged
+            try:
+                return self._result(future, arguments, attempts=1)
+            finally:
+                pool.join()
+                self._pools_of_one.discard(pool)
 
         return Pending(result, future)
 
@@ -209,7 +210,9 @@ class Workers:
             self.stop()
             pool = self._pool = self._new_pool(self.workers)
         limit_s = limit_s or self.time_limit_s
-        future = pool.schedule(work, args=arguments, timeout=limit_s)
+        return self._watched(pool.schedule(work, args=arguments, timeout=limit_s), limit_s)
+
+    def _watched(self, future: Any, limit_s: float) -> Any:
         self._last_end = self._last_end if self._limits_s else time.monotonic()
         self._limits_s[future] = limit_s
         future.add_done_callback(self._ended)

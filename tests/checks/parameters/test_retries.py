@@ -238,13 +238,13 @@ def test_where_other_checks_alone_are_wrong_k18_has_a_case_with_their_values() -
     assert not list(CHECK.nearby(scope, [wrong_in("K1", WRONG_IN_K1, "output", is_wrong=False)]))
 
 
-@pytest.mark.parametrize("right_alone", [False, True])
-def test_a_case_that_is_wrong_only_after_other_cases_has_no_variants(right_alone: bool) -> None:
+@pytest.mark.parametrize("alone", ["", "wrong", "right"])
+def test_a_case_that_is_wrong_only_after_other_cases_has_no_variants(alone: str) -> None:
     wrong = Configuration(AttentionCall.DECODE, MODELS[AttentionCall.DECODE](SMALL).nearest["mask", "tree"])
-    judged = Judged(Outcome.WRONG, judged=1, right_alone=right_alone)
+    judged = Judged(Outcome.WRONG, judged=1, alone=alone)
     verdict = CaseVerdict("a kernel", CHECK.key, AttentionCall.DECODE, wrong, "cpu", judged)
     near = list(CHECK.nearby(Scope(AttentionCall.DECODE, SMALL, Level.SMOKE), [verdict]))
-    assert bool(near) is not right_alone
+    assert bool(near) is (alone != "right")
 
 
 OFFSETS_GIVEN = {"cum_seq_lens_q_given": True}

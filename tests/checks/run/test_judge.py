@@ -23,10 +23,11 @@ from lab.checks.properties import checks
 from lab.checks.properties.recorded import RECORDED_CALLS
 from lab.checks.record import read_cases, read_record
 from lab.checks.report import Report
-from lab.checks.run.audit import RIGHT_ALONE
+from lab.checks.run.audit import RIGHT_ALONE, confirmed
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
-from lab.checks.run.workers import Workers
+from lab.checks.run.verdicts import Judged
+from lab.checks.run.workers import Pending, Workers
 from lab.exit_status import ExitStatus
 from lab.reports.judgement import reproduction
 from lab.workloads.interfaces import INTERFACES
@@ -227,7 +228,8 @@ WINDOWS = replace(SMALL, windows=(True,))
 def test_several_workers_say_the_same_in_the_same_order() -> None:
     window = "tests.checks.someone_elses_window"
     one, two = (judged(window, "K3", ranges=WINDOWS, **how) for how in ({}, {"isolated": True, "workers": 2}))
-    assert [(each.case, each.judged) for each in one.verdicts] == [(each.case, each.judged) for each in two.verdicts]
+    found = ([(each.case, replace(each.judged, alone="")) for each in report.verdicts] for report in (one, two))
+    assert next(found) == next(found)
     assert any(one.wrong)
 
 
@@ -308,19 +310,70 @@ def test_what_is_wrong_only_after_other_cases_is_no_part_of_a_failure_rule(
     kernel, out = tmp_path / "kernel.py", tmp_path / "report.json"
     kernel.write_text(STATEFUL.replace("TWO_ROWS", str(is_wrong_alone)))
     report = judged(str(kernel), "K1", "K2", isolated=True, out=out)
-    later = [each for each in report.verdicts if each.judged.right_alone]
-    others = [each for each in report.verdicts if each.outcome is Outcome.WRONG and each not in later]
-    assert len(later) > 5
-    assert {each.outcome for each in later} == {Outcome.WRONG}
-    assert all(RIGHT_ALONE in each.reason for each in later)
-    assert {each.case.q_lens[0] for each in others} == ({2} if is_wrong_alone else set())
-    state = f"{len(later)} cases are wrong {'too, but ' if is_wrong_alone else ''}only after other cases in the same process"
-    assert f"{state}, and right in their own process" in report.diagnosis.broken
+    alone = {key: [each for each in report.verdicts if each.judged.alone == key] for key in ("right", "wrong", "")}
+    assert len(alone["right"]) > 5
+    assert {each.outcome for each in alone["right"]} == {Outcome.WRONG}
+    assert all(RIGHT_ALONE in each.reason for each in alone["right"])
+    assert {each.case.q_lens[0] for each in alone["wrong"]} == ({2} if is_wrong_alone else set())
+    number, total = len(alone["right"]), len(alone["right"]) + len(alone["wrong"])
+    state = f"Of {total} wrong cases repeated in their own process, {number} are right: the implementation keeps state"
+    assert state in report.diagnosis.broken
+    assert report.diagnosis.broken.startswith("Of ") is not is_wrong_alone
     assert ("wherever a request has several query rows" in report.diagnosis.broken) is is_wrong_alone
-    assert "every other result is right" not in report.diagnosis.broken
-    read = diagnose([*read_cases(read_record(out))])
-    assert state in read.broken
+    assert "every other result" not in report.diagnosis.broken
+    assert state in diagnose([*read_cases(read_record(out))]).broken
     assert report.exit_status is ExitStatus.WRONG
+    again = judged(str(kernel), "K1", "K2", isolated=True, out=out)  # takes the right cases from the file
+    assert {each.key for each in again.verdicts if each.judged.alone == "right"} == {
+        each.key for each in alone["right"]
+    }
+    assert again.exit_status is ExitStatus.WRONG
+
+
+def test_a_case_that_is_repeated_has_the_verdict_of_its_own_process() -> None:
+    before = CaseVerdict(
+        "a kernel", "K1", AttentionCall.DECODE, CASE, "cpu", Judged(Outcome.WRONG, ("much",), worst_ratio=9)
+    )
+    right, wrong, declined, dishonest = (
+        confirmed(before, Judged(outcome, wrongs, worst_ratio=0.5))
+        for outcome, wrongs in (
+            (Outcome.RIGHT, ()),
+            (Outcome.WRONG, ("less",)),
+            (Outcome.DECLINED, ()),
+            (Outcome.DISHONEST, ("forged",)),
+        )
+    )
+    assert (right.outcome, right.judged.wrongs, right.judged.worst_ratio) == (Outcome.WRONG, ("much", RIGHT_ALONE), 9)
+    assert (right.judged.alone, right.is_wrong_alone) == ("right", False)
+    assert (wrong.judged.alone, wrong.judged.wrongs, wrong.is_wrong_alone) == ("wrong", ("less",), True)
+    assert declined is before
+    assert dishonest.outcome is Outcome.DISHONEST
+
+
+def test_no_worker_says_how_its_case_is_alone() -> None:
+    assert not Pending(lambda: Judged(Outcome.WRONG, ("much",), alone="right"))().alone
+
+
+def test_few_processes_judge_one_case_each_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    running, most, submit = set[int](), 0, Workers.submit_alone
+
+    def counted(pool: Workers, *case: Any) -> Pending:
+        nonlocal most
+        pending, number = submit(pool, *case), len(running) + 1000 * most
+        running.add(number)
+        most = max(most, len(running))
+
+        def result() -> Judged:
+            running.discard(number)
+            return pending.result()
+
+        return Pending(result, pending.future)
+
+    monkeypatch.setattr(Workers, "submit_alone", counted)
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(STATEFUL.replace("> 12", "> 0"))
+    judged(str(kernel), "K1", "K2", "K3", isolated=True, workers=2)
+    assert 0 < most <= 2
 
 
 def test_few_cases_of_a_kernel_without_state_are_judged_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -336,5 +389,5 @@ def test_few_cases_of_a_kernel_without_state_are_judged_alone(monkeypatch: pytes
     kernel = tmp_path / "kernel.py"
     kernel.write_text(STATEFUL.replace("> 12", "> 0").replace("TWO_ROWS", "True"))
     report = judged(str(kernel), isolated=True)
-    assert not any(each.judged.right_alone for each in report.verdicts)
+    assert not any(each.judged.alone == "right" for each in report.verdicts)
     assert 2 <= len(alone) <= 10 < sum(each.outcome is Outcome.WRONG for each in report.verdicts)
