@@ -389,7 +389,7 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
-    bounds = read_bounds(problem, kv_lens, q_lens, arguments.get("num_elts_per_sage_attn_blk", (0, 0)))
+    bounds = [*read_bounds(problem, kv_lens, q_lens, arguments.get("num_elts_per_sage_attn_blk", (0, 0)))]
     of_requests = [each | of_pages for each, of_pages in zip(bounds, pages or [Read()] * len(q_lens), strict=True)]
     read = _read_call(interface, arguments, problem, kv_lens, q_lens)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
