@@ -15,11 +15,9 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import (
     DTYPE_NAMES,
     LENGTHS,
-    LOADED_COLUMNS,
     NO_FEATURES,
     SMALL_SCALE,
     Features,
@@ -27,7 +25,7 @@ from lab.checks.explain.feature import (
     Value,
 )
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_requests
+from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -282,24 +280,6 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
     return read
 
 
-def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
-    """Return for each request the features of its pages such as `largest_page` or, in a sparse call, of the K/V entries that
-    its rows select. Return [] if each K/V head has its own page table.
-    """
-    if problem.selected is not None:
-        return [*read_selections(problem, problem.selected, kv_lens)]
-    if problem.k_block_tables.dim() > 2:
-        return []
-    tables = problem.k_block_tables.tolist()
-    used = [row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True)]
-    width, stride = problem.k_block_tables.shape[-1], problem.k_block_tables.stride(0)
-    return [
-        {"largest_page": max(pages, default=None), "at_table_end": len(pages) == width}
-        | {"table_row_apart": request * stride % LOADED_COLUMNS > 0}
-        for request, pages in enumerate(used)
-    ]
-
-
 def _strides(pool: Tensor, unit: int) -> list[int]:
     return [unit * stride for size, stride in zip(pool.shape[:-1], pool.stride(), strict=False) if size > 1]
 
@@ -390,7 +370,7 @@ def features_of_call(
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
     bounds = [*read_bounds(problem, kv_lens, q_lens, arguments.get("num_elts_per_sage_attn_blk", (0, 0)))]
-    of_requests = [each | of_pages for each, of_pages in zip(bounds, pages or [Read()] * len(q_lens), strict=True)]
+    of_requests = list(map(operator.or_, bounds, pages or [Read()] * len(q_lens)))
     read = _read_call(interface, arguments, problem, kv_lens, q_lens)
     read = {name: read[name] for name in FEATURES if name in read} | earlier
     return CallFeatures.of_lengths(

@@ -1,11 +1,12 @@
-"""Read the features that follow from the lengths of a batch's requests, such as `kv_len`: of each request and of the batch."""
+"""Read the features of each request and of the batch: from the lengths, such as `kv_len`, and from the arguments of a call."""
 
 import math
 import operator
 from collections.abc import Iterator, Sequence
 
-from lab.calls import Problem
-from lab.checks.explain.feature import Read
+from lab.calls import PagedAttention, Problem
+from lab.checks.explain.entry_features import read_selections
+from lab.checks.explain.feature import LOADED_COLUMNS, Read
 from lab.checks.explain.features import ROW_BLOCKS, ROW_TILES, TILES, WINDOW_TILES
 
 TILE = 64  # keys that many kernels load at a time
@@ -130,3 +131,21 @@ def read_bounds(
             },
         }
         first_row, first_key = first_row + q_len, first_key + kv_len
+
+
+def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
+    """Return for each request the features of its pages such as `largest_page` or, in a sparse call, of the K/V entries that
+    its rows select. Return [] if each K/V head has its own page table.
+    """
+    if problem.selected is not None:
+        return [*read_selections(problem, problem.selected, kv_lens)]
+    if problem.k_block_tables.dim() > 2:
+        return []
+    tables = problem.k_block_tables.tolist()
+    used = [row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True)]
+    width, stride = problem.k_block_tables.shape[-1], problem.k_block_tables.stride(0)
+    return [
+        {"largest_page": max(pages, default=None), "at_table_end": len(pages) == width}
+        | {"table_row_apart": request * stride % LOADED_COLUMNS > 0}
+        for request, pages in enumerate(used)
+    ]

@@ -18,7 +18,7 @@ from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
-from lab.checks.explain.request_features import read_batch, read_bounds, read_earlier, read_request
+from lab.checks.explain.request_features import read_batch, read_bounds, read_earlier, read_pages, read_request
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.metadata import MetadataCase
 from lab.checks.parameters.models import Configuration
@@ -291,9 +291,7 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_rank = replace(sparse, num_visible=torch.ones(2, dtype=torch.int32))
     of_sparse = reading._read_call(MLA, {}, of_rank, of_rank.kv_lens(), of_rank.q_lens())
     paged = MLADecodeCall(**ARGUMENTS[MLA]).problem()
-    (of_selection,), (of_pages,) = (
-        reading.read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged)
-    )
+    (of_selection,), (of_pages,) = (read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged))
     (of_bounds,) = read_bounds(paged, paged.kv_lens(), paged.q_lens(), (0, 0))
     of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), 1))
     names = [*FEATURES]
@@ -477,7 +475,7 @@ def test_a_row_before_all_keys_sees_none_if_the_call_is_causal(causal: bool) -> 
 def test_a_row_of_the_page_table_begins_at_a_multiple_of_four_elements_or_not(columns: int, apart: list[bool]) -> None:
     problem = DecodeCall(**arguments_of(AttentionCase(DECODE, (20,) * 3, (1,) * 3, num_kv_heads=1, group=2))).problem()
     problem = replace(problem, k_block_tables=torch.zeros(3, columns, dtype=torch.int32))
-    read = reading.read_pages(problem, problem.kv_lens(), problem.page_size)
+    read = read_pages(problem, problem.kv_lens(), problem.page_size)
     assert [each["table_row_apart"] for each in read] == apart
 
 
