@@ -41,13 +41,13 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
         ]
         for picture in pictures:
             name = Path(picture).stem.replace("-", " ")
-            shown = "a roofline chart" if name.startswith("roofline") else "each time divided by its floor"
-            blocks.append(f"A picture shows {shown}. ![{name}]({picture})")
+            shown = "is a roofline chart" if name.startswith("roofline") else "shows each time divided by its floor"
+            blocks.append(f"The following picture {shown}. ![{name}]({picture})")
     for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
         common = "; ".join(f"{heading} = {text}" for heading, text in table.common)
         blocks += [
             f"## {table.caption}",
-            *([f"The table leaves out columns that are equal in all rows: {common}."] if common else ()),
+            *([f"The following table leaves out columns that have one value in all rows: {common}."] if common else ()),
             markdown_of(table),
         ]
     return "\n\n".join(blocks) + "\n"

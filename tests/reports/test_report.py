@@ -109,7 +109,7 @@ def test_settings_that_differ_get_a_column(tmp_path: Path) -> None:
         "| graph, L2 cold by rotation | 64 |",
         "| graph, L2 warm | 64 |",
     ]
-    (common,) = lines_with(text, "The table leaves out columns")
+    (common,) = lines_with(text, "The following table leaves out columns")
     assert "; dtype = bfloat16; K/V dtype = bfloat16; " in common
     assert "page size" not in common
     assert len(lines_with(text.split("## GPU time")[0], "| graph, L2 warm |")) == 1
