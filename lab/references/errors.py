@@ -358,7 +358,7 @@ class Truth:
         """Return the error of an LSE (base 2) divided by its bound, float64 [num_rows, num_qo_heads]."""
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
-        if self.skipped is not None:  # without a share s of the denominator, the LSE is log2(1 - s) lower
+        if self.skipped is not None:  # without a share s of the denominator, the LSE is -log2(1 - s) lower
             bound = torch.where(lse < expected, bound - torch.log1p(-self.skipped[..., 0]) / LN2, bound)
         ratio = ((lse - expected).abs() / bound).nan_to_num(nan=math.inf, posinf=math.inf)
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)

@@ -162,7 +162,9 @@ def test_a_kernel_that_forges_the_digest_of_its_sources_is_judged_anew(kernel: P
     assert judged(kernel, isolated=True).is_right
     assert len(judged_cases) < 20  # the audit alone
     kernel.write_text(FORGES_THE_DIGEST + KERNEL.format(longest=0))
-    assert {each.outcome for each in judged(kernel, isolated=True).verdicts} == {Outcome.WRONG}
+    outcomes = {each.outcome for each in judged(kernel, isolated=True).verdicts}
+    # In a process that repeats one case, no digest is made: the forged function is still there, and found.
+    assert Outcome.WRONG in outcomes <= {Outcome.WRONG, Outcome.DISHONEST}
 
 
 def test_packages_on_another_path_are_not_the_kernels_sources(
