@@ -163,10 +163,10 @@ def _upstream_truth(case: AttentionCase) -> torch.Tensor:
 TITLE = "# Which check finds which mutant"
 LEGEND = (
     "A *mutant* is a kernel with one deliberate defect; `lab judge corpus:NAME` judges the mutant NAME. A cross marks each "
-    "[check](../docs/checks.md) of the judge that finds the mutant of the row. The last column names by number the "
-    "tolerance rules of other projects' tests (`corpus.upstream_rules`) that accept the mutant's outputs, on inputs as in "
-    "these tests. In the last column, *all* means that every rule accepts the outputs, – means that no rule accepts the "
-    "outputs, and an empty cell means that the rules do not apply to the mutant."
+    "[check](../docs/checks.md) of the judge that finds the mutant of the row. The last column has the numbers of "
+    "the tolerance rules of other projects' tests (`corpus.upstream_rules`) that accept the mutant's outputs for inputs like "
+    "the inputs of the tests. In the last column, *all* means that every rule accepts the outputs, – means that no rule "
+    "accepts the outputs, and an empty cell means that the rules do not apply to the mutant."
 )
 
 

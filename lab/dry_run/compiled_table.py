@@ -120,10 +120,11 @@ def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
         f"{METHOD} The software was FlashInfer {facts['packages']['flashinfer-python']} and nvcc {facts['nvcc']}. nvcc took "
         f"{took}. `python -m lab.dry_run.compiled_table results/blackwell-dry-run` writes this page and compiled.json again.",
         "",
-        f"Of {len(rows)} shapes, {len(rows) - refused} compile and {refused} do not compile. The lab's function `why_not` says "
-        f"which shapes the lab declines. `why_not` agrees with nvcc on {len(rows) - len(differ)} shapes. `why_not` accepts no "
-        f"shape that does not compile, and declines {len(differ)} shapes of fmha_v2 that compile, because the lab never judged "
-        "their head_dim. The column *shared memory* has the bytes of the last compiled shape of the row.",
+        f"Of {len(rows)} shapes (GPU, dtypes and sizes of a call), {len(rows) - refused} compile and {refused} do not compile. "
+        f"The lab's function `why_not` says which shapes the lab declines. `why_not` agrees with nvcc on "
+        f"{len(rows) - len(differ)} shapes. `why_not` accepts no shape that does not compile, and declines "
+        f"{len(differ)} shapes of fmha_v2 that compile, because the lab never judged their head_dim. The column "
+        "*shared memory* has the bytes of the row's last shape that compiles.",
         "",
     ]
     for title, is_shown, columns, item in SECTIONS:
