@@ -287,7 +287,9 @@ class PagedAttention(AttentionProblem):
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError, with `bound` as the name of `max_kv_len`, if `lengths` (keys per request) or offsets are invalid."""
+    """Raise ValueError if `lengths` (keys per request) or the offsets of the query rows are invalid. `bound` is the name of the
+    argument that the error calls the upper limit of a length, such as "max_seq_len".
+    """
     for request, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")

@@ -338,8 +338,8 @@ def solved_requests(
 
     Yields:
         For each piece: (index of each row in the query, int64 [rows]; output, float64 [rows, num_qo_heads, v_head_dim]; LSE in
-            base 2, float64 [rows, num_qo_heads]; output in low precision by `unchecked_eager_attention`, float32; the two
-            bounds of `skippable`). Without `with_control` the last two are None.
+            base 2, float64 [rows, num_qo_heads]; output in low precision by `unchecked_eager_attention`, float32; one
+            tensor with the bounds of `skippable`). Without `with_control`, the low-precision output and this tensor are None.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
     most = PIECE_ELEMENTS[query.device.type]

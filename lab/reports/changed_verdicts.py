@@ -196,7 +196,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Say by which parameter values the cases with this change differ from the right cases of the same report."""
+    """Say by which parameter values the cases with this change differ from right cases of the report that has them wrong."""
     of_after = change is VerdictChange.NEWLY_WRONG  # repaired cases are wrong in the report before
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [

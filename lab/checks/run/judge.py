@@ -82,9 +82,8 @@ def judge(
         isolated: judge cases in worker processes, which are replaced if they crash or hang. The implementation must be a name.
         workers: number of worker processes if `isolated`; or open `Workers` with the same implementation and settings.
         time_limit_s: time limit of one case if `isolated`.
-        most_seconds: no case begins after this number of seconds. If the first worker starts slowly, cases may begin for
-            8 s (or `most_seconds`, if less) after its start. A case that still runs 2 s after the end is left out. None: 17 s
-            at the quick level, or `for_seconds` if that is more; no limit at other levels.
+        most_seconds: no case begins later, except within 8 s (or `most_seconds`, if less) after the first worker's start. Cases
+            that run 2 s after the end are left out. None: 17 s (or a larger `for_seconds`) at the quick level, else no limit.
         drawn: number of random cases for each check and function; None for the default of the level.
         refusals: the exceptions that count as refusals, or their names; None for those of `support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.

@@ -204,8 +204,9 @@ def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
     """Count the elements of each row of `places` that are not -1, and write the numbers to `top_k_lens`, the argument
     ``sparse_mla_top_k_lens``.
 
-    SGLang passes this argument for models without a rotary part. In each row -1 may only follow the entries. In a row of only
-    -1, the first element becomes 0 and the number 1, to prevent NaN in the output (`prepare_trtllm_nope_sparse_metadata`).
+    SGLang passes this argument for models without a rotary part. In each row -1 may only follow the entries. In a row of
+    only -1, the first element becomes 0, and the row's number becomes 1, to prevent NaN in the output
+    (`prepare_trtllm_nope_sparse_metadata`).
     """
     top_k_lens.copy_((places >= 0).sum(dim=1))
     places[:, 0].masked_fill_(top_k_lens == 0, 0)
