@@ -172,7 +172,8 @@ class Report:
             "differences": [[each.what, _number(each.ulps)] for each in verdict.judged.differences],
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
-            **{name: getattr(verdict.judged, name) for name in ("by_lab", "alone")},
+            "by_lab": verdict.judged.by_lab,
+            "alone": verdict.judged.alone,
             "sent_by": list(verdict.sent_by),
             "ranges": "" if verdict.ranges == self.ranges else repr(verdict.ranges),
         }

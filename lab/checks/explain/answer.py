@@ -72,13 +72,11 @@ def reach(verdicts: Sequence[CaseVerdict], not_judged: Sequence[NotJudged]) -> s
 def state_between_calls(judged: Sequence[CaseVerdict]) -> str:
     """Return a sentence if wrong cases are right in their own process (`CaseVerdict.judged.alone`), else ""."""
     alone = Counter(each.judged.alone for each in judged if each.judged.alone)
+    if not (right := alone["right"]):
+        return ""
+    cases, their = counted(alone.total(), "wrong case"), "its" if alone.total() == 1 else "their"
     reason = "the implementation keeps state between calls, or its results change from run to run"
-    cases = (
-        f"Of {counted(alone.total(), 'wrong case')} repeated in {'its' if alone.total() == 1 else 'their'} own process"
-    )
-    return (
-        f"{cases}, {alone['right']} {'is' if alone['right'] == 1 else 'are'} right: {reason}." if alone["right"] else ""
-    )
+    return f"Of {cases} repeated in {their} own process, {right} {'is' if right == 1 else 'are'} right: {reason}."
 
 
 def _of_recorded(judged: Sequence[CaseVerdict]) -> str:

@@ -15,15 +15,7 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.mla_decode import lse_is_base_e
 from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
-from lab.checks.explain.feature import (
-    DTYPE_NAMES,
-    LENGTHS,
-    NO_FEATURES,
-    SMALL_SCALE,
-    Features,
-    Read,
-    Value,
-)
+from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
 from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP

@@ -19,8 +19,9 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
     up_to_last = _up_to_last(used)
     follows = (given >= 0) & ~up_to_last
     lens = None if problem.selected_lens is None else problem.selected_lens.cpu()
-    is_dsv4 = isinstance(problem, TwoPools)
-    num_pages, _, page_size = problem.window_cache.shape[:3] if isinstance(problem, TwoPools) else (0, 1, 0)
+    window_cache = problem.window_cache if isinstance(problem, TwoPools) else None
+    is_dsv4 = window_cache is not None
+    num_pages, _, page_size = (0, 1, 0) if window_cache is None else window_cache.shape[:3]
     for request, (kv_len, (start, end)) in enumerate(zip(kv_lens, pairwise(problem.row_offsets()), strict=True)):
         is_gap, is_used = selected[start:end] < 0, used[start:end]
         is_entry = is_used & ~is_gap

@@ -389,6 +389,6 @@ class CheckRun:
 
 
 def _stays(earlier: CaseVerdict) -> bool:
-    """Return whether a verdict of an earlier run counts: it is no fault, or a fault that this run's processes may not show."""
+    """Return whether a verdict of an earlier run counts: it is settled, or this run's processes may not show the error."""
     is_settled = earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) and not earlier.judged.by_lab
     return is_settled or earlier.judged.alone == "right"

@@ -180,16 +180,17 @@ class Workers:
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
             return Pending(functools.partial(judge_task, self.implementation, task))
-        self._num_tasks += 1
-        arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
+        arguments = self._arguments(task)
         future = self._schedule(_work, arguments)
         return Pending(functools.partial(self._result, future, arguments), future)
 
+    def _arguments(self, task: Task) -> tuple[str, Task, float, Path]:  # of `_work`
+        self._num_tasks += 1
+        return self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks)
+
     def submit_alone(self, check: str, case: Any, ranges: Ranges, end: float) -> Pending:
         """Submit a case to a new process, which judges no other case, in the same way as `submit` does to a worker."""
-        task = Task(check, case, str(self.device), ranges, self.refusals, end)
-        self._num_tasks += 1
-        arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
+        arguments = self._arguments(Task(check, case, str(self.device), ranges, self.refusals, end))
         pool = self._new_pool(1)
         self._pools_of_one.add(pool)
         future = self._watched(pool.schedule(_work, args=arguments, timeout=self.time_limit_s), self.time_limit_s)
