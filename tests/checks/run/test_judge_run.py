@@ -66,6 +66,7 @@ def test_the_time_left_is_estimated_from_verdicts_of_this_run_alone(monkeypatch:
     check, told = a_check(), list[Progress]()
     earlier = {each.key: each for each in judged(run_of(check))[: LEAST_DONE - 1]}
     run = run_of(check, earlier=earlier, progress=told.append)
+    run._start = float(round(run._start))  # so that exactly 20 s have passed, without a rounding error
     monkeypatch.setattr(judge_run, "time", SimpleNamespace(monotonic=lambda: run._start + 20.0))
     judged(run)
     assert [each.is_new for each in told] == [False] * 4 + [True] * 6
