@@ -115,7 +115,9 @@ def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Rang
     except (MemoryError, RuntimeError) as error:
         if not is_of_memory(error):
             raise
-        return Judged(Outcome.DECLINED, declines=(failure_of_the_lab(memory_is_full(error)),), by_lab=True)
+        return Judged(
+            Outcome.DECLINED, declines=(failure_of_the_lab(memory_is_full(type(error).__name__)),), by_lab=True
+        )
     if saved is None:
         is_sent = truth.expected.numel() <= MOST_SAVED_ELEMENTS
         return Judged(Outcome.DISHONEST, (NO_OUTPUT,)) if is_sent else Judged(Outcome.DECLINED)

@@ -189,12 +189,13 @@ def run_case(
     except torch.AcceleratorError as error:  # an earlier launch failed; the error is raised at the next synchronization
         run.fail(str(raised(error)))
     except Exception as error:
-        sentence, limit = f"{type(error).__name__}: {error}", limit_of(error)
+        kind = type(error).__name__
+        sentence, limit = f"{kind}: {error}", limit_of(error)
         # What the kernel raised is a KernelError.
         if run.kernel.count and not limit and not is_of_memory(error):
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.decline(failure_of_the_lab(limit or (memory_is_full(error) if is_of_memory(error) else sentence)))
+            run.decline(failure_of_the_lab(limit or (memory_is_full(kind) if is_of_memory(error) else sentence)))
             by_lab, run.judged = True, 0  # the results that were compared before say nothing about the remaining ones
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
@@ -218,9 +219,9 @@ def is_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def memory_is_full(error: Exception) -> str:
-    # Without the message, whose numbers differ from case to case: equal reasons are counted together.
-    return f"no memory was left ({type(error).__name__}): judge with fewer --workers"
+def memory_is_full(cause: str) -> str:
+    # `cause` names an error or signal, without numbers that differ from case to case: equal reasons are counted together.
+    return f"no memory was left ({cause}): judge with fewer --workers"
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lab.checks.run import transport
-from lab.checks.run.judging import Refusals, Task, judge_task, noted
+from lab.checks.run.judging import Refusals, Task, failure_of_the_lab, judge_task, memory_is_full, noted
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken
@@ -69,8 +69,9 @@ Waits = Generator[Pending, None, None]
 class Workers:
     """The processes that judge cases: worker processes if the implementation is given by name, else this process.
 
-    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. If `device` is
-    "cuda" without an index, the workers are divided among all GPUs.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. If Linux killed
+    the worker because no memory was left, the case is judged once more, and is DECLINED by the lab if this happens again. If
+    `device` is "cuda" without an index, the workers are divided among all GPUs.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Workers:
         self._begun: Any = None  # the number of workers so far, which share it
         self._pools_of_one = set[Any]()  # each judges one case
         self._has_worked, self._num_tasks = False, 0
+        self._kills_before = kills_for_memory()
         self._limits_s = dict[Future[Any], float]()  # time limits of the cases that are not finished
         self._last_end, self._is_over, self._lock = 0.0, threading.Event(), threading.Lock()
         self._stack = ExitStack()
@@ -239,8 +241,12 @@ class Workers:
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
-            if error.exitcode == FORKS_ENDED and attempts > 1:  # perhaps by another case
+            is_of_memory = error.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_before
+            if (is_of_memory or error.exitcode == FORKS_ENDED) and attempts > 1:  # perhaps because of another case
                 return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
+            if is_of_memory:
+                reason = failure_of_the_lab(memory_is_full(signal.SIGKILL.name))
+                return Judged(Outcome.DECLINED, declines=(reason,), by_lab=True)
             # The kernel may have written the last words. They say why the case failed, and nothing else.
             if error.exitcode == SPOILED and last_words.is_file():
                 with last_words.open(errors="replace") as words:
@@ -254,6 +260,13 @@ class Workers:
                 raise
             return Judged(Outcome.FAILED, (f"its worker could not go on: {type(error).__name__}: {error}",))
         return result
+
+
+def kills_for_memory() -> int:
+    """Return how many processes of this machine Linux has killed because no memory was left; 0 on another system."""
+    counters = Path("/proc/vmstat")
+    found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE) if counters.exists() else None
+    return int(found.group(1)) if found else 0
 
 
 def _ending(exitcode: int | None) -> str:

@@ -22,7 +22,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, Report, judge, judge_case
 from lab.checks.run import workers as workers_module
 from lab.checks.run.verdicts import Judged, TooLate
-from lab.checks.run.workers import Pending, Waits, Workers, in_turns
+from lab.checks.run.workers import Pending, Waits, Workers, in_turns, kills_for_memory
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
@@ -104,6 +104,31 @@ def test_what_a_kernel_takes_from_its_process_or_machine_costs_its_case_alone(
         assert during.outcome is (Outcome.FAILED if sentence else Outcome.RIGHT)
         assert "; ".join(during.wrongs).startswith(sentence)
     assert time.monotonic() - start < 200.0
+
+
+@pytest.mark.parametrize(
+    ("kills", "outcome", "sentence"),
+    [
+        (0, Outcome.FAILED, "it crashed its process (killed by signal 9, SIGKILL)"),
+        (1, Outcome.DECLINED, "a part of the lab failed, and not the implementation: no memory was left (SIGKILL)"),
+    ],
+)
+def test_a_worker_that_linux_kills_for_want_of_memory_is_no_failure(
+    kills: int, outcome: Outcome, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([4, *[4 + kills] * 2])
+    monkeypatch.setattr(workers_module, "kills_for_memory", lambda: next(counts))
+    with Workers("tests.checks.hostile:kills_its_process", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        judged = pool.submit("K1", case_of(3))()
+    assert judged.outcome is outcome
+    assert judged.by_lab is (kills > 0)
+    assert "; ".join((*judged.wrongs, *judged.declines)).startswith(sentence)
+    assert len(list(counts)) == 1 - kills  # the case was judged twice if memory was the cause
+
+
+def test_the_count_of_kills_is_that_of_linux() -> None:
+    with open("/proc/vmstat") as counters:
+        assert f"oom_kill {kills_for_memory()}" in counters.read().splitlines()
 
 
 def test_a_pipe_that_a_kernel_damages_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
