@@ -182,8 +182,8 @@ def merged(paths: Sequence[Path], out: Path | None = None) -> Report:
     _check_shards(paths, by_path)
     records = list(by_path.values())
     found: dict[tuple[str, str], dict[Key, CaseVerdict]] = {}  # by check and function
-    for record in records:
-        for verdict in read_cases(record):
+    for path, record in by_path.items():
+        for verdict in read_cases(record, path):
             of_check = found.setdefault((verdict.check, verdict.interface.value), {})
             is_known = verdict.outcome is Outcome.KNOWN
             held = verdict if is_known else replace(verdict, judged=credible(verdict.judged))

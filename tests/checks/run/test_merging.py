@@ -207,9 +207,12 @@ def changed(path: Path, **entries: Any) -> None:
         ({"shard": "1/2"}, "are both shard 1/2"),
         ({"diagnosis": None}, "has not ended: run shard 2/2 again"),
         ({"shard": "2/3"}, "is shard 1/2, and .* is shard 2/3"),
+        ({"cases": [{"number": 5}]}, r"2\.json: case 5: it is no report"),
     ],
 )
-def test_reports_of_other_runs_are_refused(entries: dict[str, Any], sentence: str, paths: list[Path]) -> None:
+def test_damaged_reports_and_those_of_other_runs_are_refused(
+    entries: dict[str, Any], sentence: str, paths: list[Path]
+) -> None:
     changed(paths[1], **entries)
     with pytest.raises(ReportError, match=sentence):
         merged(paths)
