@@ -35,7 +35,8 @@ NAMES = {dtype: name for name, dtype in sweep_calls.DTYPES.items()}
 METHOD = (
     "nvcc's front end compiled FlashInfer's own source with FlashInfer's own macros for each GPU (`lab.dry_run.compiled`). An "
     "assertion at the end of the source, which always fails, stopped nvcc before it generated code, and nothing was run. The "
-    "compilation also checked XQA's exact divisions, which FlashInfer's own flags leave unchecked."
+    "compilation also checked that XQA's calls of `exactDiv` divide without a remainder, which FlashInfer's own flags leave "
+    "unchecked."
 )
 
 
@@ -124,7 +125,7 @@ def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
         f"The lab's function `why_not` says which shapes the lab declines. `why_not` agrees with nvcc on "
         f"{len(rows) - len(differ)} shapes. `why_not` accepts no shape that does not compile, and declines "
         f"{len(differ)} shapes of fmha_v2 that compile, because the lab never judged their head_dim. The column "
-        "*shared memory* has the bytes of the row's last shape that compiles.",
+        "*shared memory* has the bytes of shared memory of the last shape in the column *compiles*.",
         "",
     ]
     for title, is_shown, columns, item in SECTIONS:

@@ -32,8 +32,8 @@ RULES = (
     "agrees. If a recording has no samples, the confidence interval is computed from the quartiles.",
     "If a change claims to save a number of microseconds, this number is added to the time with the change before the times "
     "are compared.",
-    "If a profile and the host's clock timed a point, a statement holds at this point only if both clocks confirm the "
-    "statement. At a point that both clocks timed, the column *saved, µs* has the saving in the profile.",
+    "At a point that the profiler and the host's clock timed, a statement holds only if the times of the profiler and of the "
+    "host's clock confirm the statement. The column *saved, µs* of such a point has the saving in the profiler's times.",
     "The sign *a → b* stands for the median time without a change and the median time with the change.",
     "Statements with the note *(not claimed)* do not count in the verdict on a change.",
     "The column *day* has the day on which the recording was committed, because recordings have no date.",

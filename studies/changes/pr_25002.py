@@ -43,8 +43,8 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     setting = (
         f"The timed pass simulates a draft model: one layer of {recording['model']['geometry_name']}, from the QKV projection "
         f"to an LM head over {recording['model']['vocab_size']:,} tokens, with {first['kv_len']:,} keys per request and the "
-        f"kernels of {recording['implementation']}. The host's clock measured the times until the GPU is idle "
-        f"({recording['completion_method']}).{spread}"
+        f"kernels of {recording['implementation']}. The host's clock (perf_counter) measured the times from the call "
+        f"until the GPU is idle. Each call began on an idle GPU, eager passes and replays in turn.{spread}"
     )
     return Answer(aspects(claimed, aside), setting, _host_times(recording), ("the graph of MLA's draft extend.",))
 
