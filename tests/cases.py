@@ -6,7 +6,7 @@ A `Batch` holds each request's query rows and K/V history, token by token. `deco
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +147,23 @@ def expected(
     bmm2_scale: float = 1.0,
     **rule: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and base-2 LSE, float64, one (row, head) at a time over the keys that it sees."""
+    """Output and base-2 LSE, float64."""
+    return attended(batch, keys_seen(batch, masks=masks, **rule), sinks, bmm1_scale, bmm2_scale)
+
+
+def attended(
+    batch: Batch,
+    keys_of_rows: Sequence[Iterable[int]],
+    sinks: Tensor | None = None,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Output and base-2 LSE, float64, one (row, head) at a time over the keys that the row sees."""
     rows = [(request, row) for request, rows in enumerate(batch.queries) for row in rows]
     num_qo_heads, size = batch.queries[0].shape[1], batch.values[0].shape[2]
     out = torch.empty(len(rows), num_qo_heads, size, dtype=torch.float64)
     lse = torch.empty(len(rows), num_qo_heads, dtype=torch.float64)
-    for number, ((request, row), seen) in enumerate(zip(rows, keys_seen(batch, masks=masks, **rule), strict=True)):
+    for number, ((request, row), seen) in enumerate(zip(rows, keys_of_rows, strict=True)):
         index = torch.tensor(sorted(seen), dtype=torch.int64)
         keys, values = (side[request].to(torch.float64)[index] for side in (batch.keys, batch.values))
         group = num_qo_heads // keys.shape[1]
@@ -161,7 +172,7 @@ def expected(
             if sinks is not None:
                 logits = torch.cat((logits, sinks[head].to(torch.float64).view(1)))
             total = torch.logsumexp(logits, 0) if len(logits) else torch.tensor(-math.inf, dtype=torch.float64)
-            weights = torch.exp(logits[: len(seen)] - total) if total.isfinite() else torch.zeros(len(seen)).double()
+            weights = torch.exp(logits[: len(keys)] - total) if total.isfinite() else torch.zeros(len(keys)).double()
             out[number, head] = weights @ values[:, head // group] * bmm2_scale
             lse[number, head] = total / math.log(2.0)
     return out, lse

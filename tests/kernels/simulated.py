@@ -1,12 +1,12 @@
 """What the simulations of other people's kernels share: a workspace's memory, a paged cache, and a request's attention."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lab.references.softmax_attention import rounded
+from tests.cases import Batch, attended
 
 MEBIBYTE = 2**20
 
@@ -49,24 +49,14 @@ def attend_request(
         scales: of logits, and of the output.
         shown: the keys that each row may see, instead of those up to its own.
     """
-    empty = []
-    for row in rows:
-        position = len(keys) - (rows.stop - row)
-        may_see = range(len(keys)) if shown is None else sorted(shown[row - rows.start])
-        seen = [
-            key
-            for key in may_see
-            if (key <= position or not causal or shown is not None)
-            and (window_left < 0 or key >= position - window_left)
-        ]
-        empty += [] if seen else [row]
-        group, index = query.shape[1] // keys.shape[1], torch.tensor(seen, dtype=torch.int64)
-        for head, q in enumerate(query[row].to(torch.float64)):
-            k, v = (side[index, head // group].to(torch.float64) for side in (keys, values))
-            logits = k @ q * scales[0]
-            everything = logits if sinks is None else torch.cat((logits, sinks[head : head + 1].to(torch.float64)))
-            total = everything.logsumexp(0) if len(everything) else torch.tensor(-math.inf, dtype=torch.float64)
-            out[row, head] = rounded(torch.exp(logits - total) @ v * scales[1], out.dtype)
-            if lse is not None:
-                lse[row, head] = total / math.log(2.0)
-    return empty
+    may_see = [range(len(keys))] * len(rows) if shown is None else shown
+    seen = []
+    for position, of_row in enumerate(may_see, len(keys) - len(rows)):
+        last = position if causal and shown is None else len(keys)
+        seen.append([key for key in of_row if key <= last and (window_left < 0 or key >= position - window_left)])
+    of_request = Batch([query[rows.start : rows.stop]], [keys], [values])
+    outs, lses = attended(of_request, seen, sinks, *scales)
+    out[rows.start : rows.stop] = rounded(outs, out.dtype)
+    if lse is not None:
+        lse[rows.start : rows.stop] = lses
+    return [row for row, own in zip(rows, seen, strict=True) if not own]

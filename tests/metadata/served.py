@@ -1,15 +1,17 @@
 """Batches whose latent entries were written token by token, and attention over the histories that never saw a page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import lab.references
-from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache
+from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, PagedLatentCache
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.backend import MLALayer, TRTLLMMLABackend
-from lab.workloads.requests import Requests
+from lab.workloads.requests import admit, new_pool
+from tests.cases import expected, of_entries
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]
@@ -34,35 +36,16 @@ class Engine:
     """A pool with shuffled pages of which every token's entry is known, and what was never written is huge."""
 
     def __init__(self, page_size: int = 32, *, max_context_len: int = 150, seed: int = 0) -> None:
-        num_requests = 6
-        pages = num_requests * -(-max_context_len // page_size) + 3
-        self.pool = KVPool(
-            num_requests=num_requests,
-            max_context_len=max_context_len,
-            page_size=page_size,
-            num_pages=pages,
-            seed=seed,
-        )
+        lens = (max_context_len,) * 6
+        self.pool = new_pool(lens, page_size=page_size, max_context_len=max_context_len, spare_pages=2, seed=seed)
         self.cache: PagedLatentCache = self.pool.new_latent_cache(RANK + ROPE, torch.float64)
         self.cache.storage.fill_(1e30)
         self.generator = torch.Generator().manual_seed(seed)
-        self.history: dict[int, Tensor] = {}
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=self.generator)
 
-    def admit(self, lengths: list[int]) -> list[int]:
-        """Requests that grow in turns, so that their pages interleave."""
-        rows = [self.pool.add_request(0) for _ in lengths]
-        self.history |= {row: self.draw(length, RANK + ROPE) for row, length in zip(rows, lengths, strict=True)}
-        for start in range(0, max(lengths), 7):
-            for row, length in zip(rows, lengths, strict=True):
-                tokens = slice(min(start, length), min(start + 7, length))
-                slots = self.pool.extend_request(row, tokens.stop - tokens.start)
-                self.cache.write(slots, self.history[row][tokens])
-        return rows
-
-    def release(self, rows: list[int]) -> None:
+    def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.pool.free_request(row)
 
@@ -75,7 +58,7 @@ class Engine:
         attention: DraftAttention = MLA,
         host_lengths: bool = False,
         num_padding_rows: int = 0,
-    ) -> tuple[Served, list[int]]:
+    ) -> tuple[Served, tuple[int, ...]]:
         """Return a batch over new requests of these lengths, the last `news` tokens of each being this pass's; and their rows.
 
         In verification seq_lens leaves out the new tokens, in draft step s the last s + 1.
@@ -83,32 +66,19 @@ class Engine:
         step = mode.draft_step if isinstance(mode, GraphMode) else None
         forward_mode = mode.forward_mode if isinstance(mode, GraphMode) else mode
         most = mode.num_tokens_per_req if isinstance(mode, GraphMode) else None
-        rows, uncounted = self.admit(totals), 0 if step is None else step + 1
-        prefixes = tuple(total - (uncounted or new) for total, new in zip(totals, news, strict=True))
-        batch = Requests(self.pool, tuple(rows), prefixes, tuple(news), step, most).batch(
-            forward_mode, num_padding_rows
-        )
+        uncounted = 0 if step is None else step + 1
+        prefixes = [total - (uncounted or new) for total, new in zip(totals, news, strict=True)]
+        requests = admit(self.pool, prefixes, news, step, most)
+        histories = [self.draw(total, RANK + ROPE) for total in totals]
+        requests.write(self.cache, [(history,) for history in histories])
+        batch = requests.batch(forward_mode, num_padding_rows)
         batch = replace(batch, seq_lens_cpu=batch.seq_lens.tolist() if host_lengths else None)
         query = self.draw(batch.num_tokens, HEADS, RANK + ROPE)
-        expected, first = [], 0
-        for row, total, new in zip(rows, totals, news, strict=True):
-            seen = total - uncounted if step is not None and attention is MLA else total
-            expected.append(latent_attention(query[first : first + new], self.history[row][:seen]))
-            first += new
-        return Served(batch, query, torch.cat(expected)), rows
+        hidden = uncounted if attention is MLA else 0
+        seen = [history[: len(history) - hidden] for history in histories]
+        return Served(batch, query, latent_attention(query[: sum(news)].split(news), seen)), requests.rows
 
 
-def latent_attention(query: Tensor, entries: Tensor) -> Tensor:
-    """Return [rows, HEADS, RANK] of rows [rows, HEADS, RANK + ROPE] over one request's entries."""
-    keys = entries.unsqueeze(1).expand(-1, HEADS, -1)
-    return causal_attention(query, keys, keys[..., :RANK], LAYER.softmax_scale)
-
-
-def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attend one row at a time over [tokens, heads, dim]; the last row sees all keys."""
-    out = []
-    for j, row in enumerate(query):
-        seen = len(keys) - len(query) + j + 1
-        weights = torch.softmax(scale * torch.einsum("hd,khd->hk", row, keys[:seen]), dim=-1)
-        out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
-    return torch.stack(out)
+def latent_attention(queries: Sequence[Tensor], entries: Sequence[Tensor]) -> Tensor:
+    """Return [rows of all requests, HEADS, RANK] of each request's rows [rows, HEADS, RANK + ROPE] over its entries."""
+    return expected(of_entries([*queries], [*entries], RANK), bmm1_scale=LAYER.softmax_scale)[0]

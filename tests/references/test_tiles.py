@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.references import attention, relative_l2, softmax_attention, trtllm_batch_decode_with_kv_cache
 from lab.references.softmax_attention import PIECE_ELEMENTS, TILE_ELEMENTS, Tile, tiles
-from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
+from tests.cases import assert_same, decode_arguments, expected, pack_mask, random_batch
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_keys_seen import MASKS
 
@@ -68,16 +68,6 @@ class Float64Seen(TorchDispatchMode):
         return made
 
 
-def by_definition(batch: Batch, bmm1_scale: float) -> Tensor:
-    """One row per request, over its whole K/V in float64."""
-    rows = []
-    for query, keys, values in zip(batch.queries, batch.keys, batch.values, strict=True):
-        k, v = (side.double().repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in (keys, values))
-        weights = torch.softmax(torch.einsum("hd,khd->hk", query[0].double(), k) * bmm1_scale, dim=-1)
-        rows.append(torch.einsum("hk,khd->hd", weights, v))
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("lengths", [[20_001], [3, 1000, 6000, 9000]])
 def test_no_more_than_a_tile_of_a_long_request_is_float64(lengths: list[int]) -> None:
     batch = random_batch([1] * len(lengths), lengths, heads=(8, 2), head_dim=64)
@@ -86,7 +76,7 @@ def test_no_more_than_a_tile_of_a_long_request_is_float64(lengths: list[int]) ->
     with Float64Seen() as seen:
         out, _ = trtllm_batch_decode_with_kv_cache(**arguments)
     assert seen.elements <= max(TILE_ELEMENTS, len(lengths) * 8 * (max(lengths) + 16))  # or all scores
-    assert relative_l2(out, by_definition(batch, 0.125)).max() < 1e-13
+    assert relative_l2(out, expected(batch, bmm1_scale=0.125)[0]).max() < 1e-13
 
 
 def test_plain_keys_and_values_too() -> None:
@@ -95,7 +85,7 @@ def test_plain_keys_and_values_too() -> None:
     with Float64Seen() as seen:
         out, _ = attention(query, keys, values, torch.ones(1, 1, 20_001, dtype=torch.bool), bmm1_scale=0.125)
     assert seen.elements <= TILE_ELEMENTS
-    assert relative_l2(out[0], by_definition(batch, 0.125)).max() < 1e-13
+    assert relative_l2(out[0], expected(batch, bmm1_scale=0.125)[0]).max() < 1e-13
 
 
 def test_arguments_may_require_a_gradient_and_get_none() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab import references
 from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, page_table, pages_of
+from tests.cases import Batch, expected, running_sum
 
 PAGE = 4
 
@@ -18,13 +19,9 @@ def slots_of(pages: list[int], kv_len: int) -> list[int]:
     return [PAGE * pages[token // PAGE] + token % PAGE for token in range(kv_len)]
 
 
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
 def test_cells_after_a_requests_last_page_are_0() -> None:
     slots = torch.tensor([*slots_of([5], 4), *slots_of([5, 2, 9], 9), *slots_of([7], 1)])
-    assert page_table(slots, offsets([4, 9, 1]), PAGE, 9).tolist() == [[5, 0, 0], [5, 2, 9], [7, 0, 0]]
+    assert page_table(slots, running_sum([4, 9, 1]), PAGE, 9).tolist() == [[5, 0, 0], [5, 2, 9], [7, 0, 0]]
 
 
 class Cache:
@@ -44,22 +41,6 @@ class Cache:
         assert not len(read_index[group])
         for side, states in ((self.key_cache, key_states), (self.value_cache, value_states)):
             side[place][write_index[group]] = states[0].transpose(0, 1)
-
-
-def plain_attention(
-    query: Tensor, keys: Tensor, values: Tensor, slots: list[list[int]], q_lens: list[int], scaling: float
-) -> Tensor:
-    """Return causal attention of each request's last rows over the keys in its slots: [num_rows, num_qo_heads, head_dim]."""
-    outs, first = [], 0
-    for own, q_len in zip(slots, q_lens, strict=True):
-        group = query.shape[1] // keys.shape[1]
-        k, v = (side[own].double().repeat_interleave(group, 1) for side in (keys, values))
-        logits = torch.einsum("qhd,khd->hqk", query[first : first + q_len].double(), k) * scaling
-        hidden = torch.arange(len(own)) > torch.arange(len(own) - q_len, len(own))[:, None]
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        first += q_len
-    return torch.cat(outs)
 
 
 def call(
@@ -84,8 +65,8 @@ def call(
         cache=cache,
         read_index=[torch.tensor(each, dtype=torch.int64) for each in read],
         write_index=[torch.tensor(each) for each in written],
-        cu_seq_lens_q=offsets(q_lens),
-        cu_seq_lens_k=by_kind(offsets(kv_lens)),
+        cu_seq_lens_q=running_sum(q_lens),
+        cu_seq_lens_k=by_kind(running_sum(kv_lens)),
         max_seqlen_q=max(q_lens),
         max_seqlen_k=by_kind(max(kv_lens)),
         dropout=0.0,
@@ -112,11 +93,10 @@ def test_calls_equal_attention_over_the_slots(requests: list[Any], function: str
     query, key, value = (torch.randn(1, heads, sum(q_lens), 16) for heads in (4, 2, 2))
     out, weights = call(cache, client, layer, slots, q_lens, (query, key, value), scaling=0.3)
     group, place = cache.layer_index_to_group_indices[layer]
-    expected = plain_attention(
-        query[0].transpose(0, 1), cache.key_cache[place], cache.value_cache[place], slots[group], q_lens, 0.3
-    )
+    histories = ([side[place][own] for own in slots[group]] for side in (cache.key_cache, cache.value_cache))
+    truth, _ = expected(Batch([*query[0].transpose(0, 1).split(q_lens)], *histories), bmm1_scale=0.3)
     assert weights is None
-    torch.testing.assert_close(out[0], expected.float())
+    torch.testing.assert_close(out[0], truth.float())
     (made,) = client.calls
     assert made.pop("host_us") > 0
     assert made == {
