@@ -16,7 +16,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from lab.kernels.serving import forward_metadata_kernel as module
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
 from lab.workloads.inputs.guards import surrounded
-from tests.devices import IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.cases import running_sum
+from tests.devices import IN_INTERPRETER, ON_GPU
 from tests.kernels.held import zeros
 
 POISON = -77
@@ -74,10 +75,6 @@ class Requests:
         return rows
 
 
-def running_sum(values: Sequence[int]) -> list[int]:
-    return [sum(values[:end]) for end in range(len(values) + 1)]
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_passes_of_one_launch(device: str, index_dtype: torch.dtype) -> None:
     """Preset, strided and cumulative rows; own and shared tables; a pass with nothing but lengths."""
@@ -92,7 +89,7 @@ def test_passes_of_one_launch(device: str, index_dtype: torch.dtype) -> None:
     for each, offset in ((strided, 1), (preset, 5), (cumulative, 0), (bare, 2)):
         assert each.cache_seqlens.tolist() == [length + offset for length in requests.lens]
         if each.cu_seqlens_k is not None:
-            assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens])
+            assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens]).tolist()
     assert strided.cu_seqlens_q.tolist() == [0, 3, 6, 9, 12]
     assert preset.cu_seqlens_q.tolist() == [POISON] * 5
     assert cumulative.cu_seqlens_q.tolist() == [0, 2, 2, 7, 8]
@@ -125,7 +122,7 @@ def test_lengths_of_padding_and_beyond_the_table(device: str) -> None:
     each = requests.buffers()
     requests.write(each)
     assert each.page_table.tolist() == requests.pages(0)
-    assert each.cu_seqlens_k.tolist() == running_sum(requests.lens)
+    assert each.cu_seqlens_k.tolist() == running_sum(requests.lens).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 256, 513])
@@ -135,8 +132,8 @@ def test_requests_around_the_block_of_the_sums(count: int, device: str) -> None:
     passes = requests.buffers(seq_len_offset=1, query_rows=widths), requests.buffers(query_rows=2)
     requests.write(*passes)
     for each, offset, rows in zip(passes, (1, 0), (widths.tolist(), [2] * count), strict=True):
-        assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens])
-        assert each.cu_seqlens_q.tolist() == running_sum(rows)
+        assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens]).tolist()
+        assert each.cu_seqlens_q.tolist() == running_sum(rows).tolist()
         assert each.page_table.tolist() == requests.pages(offset)
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from lab.kernels import default_implementation
-from lab.metadata import KVPool
+from lab.workloads.requests import new_pool
 from studies.stand_in_model import TINY_SIZES, StandInModel, StandInSizes
 from tests.devices import IN_INTERPRETER, ON_GPU
 
@@ -48,13 +48,13 @@ def new_model(
     device: str, num_requests: int = 8, *, sliding_window: bool = False, sizes: StandInSizes = TINY_SIZES
 ) -> StandInModel:
     """A model whose cache is full of large numbers until something is written, and a pool for so many long requests."""
-    pages = num_requests * -(-MAX_CONTEXT_LEN // PAGE_SIZE) + 1
-    pool = KVPool(
-        num_requests=num_requests,
-        max_context_len=MAX_CONTEXT_LEN,
+    lens, of_window = (MAX_CONTEXT_LEN,) * num_requests, 0 if sliding_window else None
+    pool = new_pool(
+        lens,
         page_size=PAGE_SIZE,
-        num_pages=pages + 3,
-        swa_num_pages=pages if sliding_window else None,
+        max_context_len=MAX_CONTEXT_LEN,
+        spare_pages=3,
+        swa_spare_pages=of_window,
         device=device,
     )
     model = StandInModel(sizes, pool, sliding_window=sliding_window)

@@ -33,6 +33,7 @@ from lab.metadata.mha.backend import (
     plan_calls,
     splits_mixed_tail,
 )
+from tests.cases import running_sum
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
 from tests.metadata.noted import NotedCalls
 
@@ -71,10 +72,6 @@ def arguments_of(made: Pass, planned: PlannedCall | None = None, layer: Attentio
     return call_arguments(planned, batch, metadata, layer, drawn_query(batch), drawn_cache(pool), CAPACITY)
 
 
-def boundaries(new: tuple[int, ...]) -> list[int]:
-    return [sum(new[:i]) for i in range(len(new) + 1)]
-
-
 # --- the calls of a pass ----------------------------------------------------------------------------------------------
 
 
@@ -102,7 +99,7 @@ def test_one_call_over_the_requests_and_their_own_rows(mode: ForwardMode) -> Non
             assert planned == PlannedCall(attention_call(mode), 0, 2, 0, rows)
             got = arguments_of(made, planned)
             assert torch.equal(got["query"], drawn_query(made[0])[:rows])
-            assert mode.mha_call is not CONTEXT or got["cum_seq_lens_q"].tolist() == boundaries(new)
+            assert mode.mha_call is not CONTEXT or got["cum_seq_lens_q"].tolist() == running_sum(new).tolist()
 
 
 @pytest.mark.parametrize("mode", EXTENDS, ids=repr)
@@ -176,11 +173,12 @@ def test_ragged_widths_on_the_decode_call(mode: ForwardMode, new: tuple[int, ...
     made = forward(mode, new, padding)
     (planned,) = plan_calls(made[0], DECODE)
     got = arguments_of(made, planned)
-    assert (got["q_len_per_req"], got["max_q_len"], got["cum_seq_lens_q"].tolist()) == (None, max(new), boundaries(new))
+    assert (got["q_len_per_req"], got["max_q_len"]) == (None, max(new))
+    assert got["cum_seq_lens_q"].tolist() == running_sum(new).tolist()
     assert got["seq_lens"].tolist() == [7 + i + count for i, count in enumerate(new)]
     if len(new) > 2:  # the decode call takes the offsets of its own requests, as the context call does
         leading = arguments_of(made, PlannedCall(DECODE, 0, len(new) - 1, 0, sum(new[:-1])))
-        assert leading["cum_seq_lens_q"].tolist() == boundaries(new[:-1])
+        assert leading["cum_seq_lens_q"].tolist() == running_sum(new[:-1]).tolist()
         assert leading["seq_lens"].shape == (len(new) - 1,)
 
 

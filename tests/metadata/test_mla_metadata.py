@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from lab.metadata import (
     DraftAttention,
@@ -35,6 +34,7 @@ from lab.metadata.mla.backend import (
 from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.mla.prefill import ragged_context_arguments
 from lab.metadata.speculation.draft_steps import frozen_kv_batch
+from tests.cases import running_sum
 from tests.metadata.batches import EXTENDS, Case, assert_same, build
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine
@@ -123,10 +123,6 @@ def test_a_prefill_takes_heads_before_absorption() -> None:
 # --- rows of a draft extend ---------------------------------------------------------------------------------------
 
 
-def boundaries(*rows: int) -> Tensor:
-    return torch.tensor([sum(rows[:i]) for i in range(len(rows) + 1)], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
 @pytest.mark.parametrize(
     ("rows", "max_seq_len_q"),
@@ -134,7 +130,7 @@ def boundaries(*rows: int) -> Tensor:
 )
 def test_padding_and_back_is_the_identity(rows: tuple[int, ...], max_seq_len_q: int, dtype: torch.dtype) -> None:
     query = torch.randn(sum(rows) + 2, 2, 3).to(dtype)
-    lens, cu = torch.tensor(rows, dtype=torch.int32), boundaries(*rows)
+    lens, cu = torch.tensor(rows, dtype=torch.int32), running_sum(rows)
     block = torch.full((len(rows), max_seq_len_q, 2, 3), float("nan")).to(dtype)
     with ForbidHostReads():
         padded = pad_draft_extend_query(query, lens, cu, block)
@@ -154,7 +150,7 @@ def test_a_part_of_a_buffer_has_no_gaps() -> None:
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    rows, lens, cu = torch.zeros(3, 2, 4), torch.tensor([1, 2], dtype=torch.int32), boundaries(1, 2)
+    rows, lens, cu = torch.zeros(3, 2, 4), torch.tensor([1, 2], dtype=torch.int32), running_sum([1, 2])
     with pytest.raises(TypeError, match=r"padded has dtype torch.float16, the rows torch.float32"):
         pad_draft_extend_query(rows, lens, cu, torch.zeros(2, 2, 2, 4, dtype=torch.float16))
     for shape in ((3, 2, 2, 4), (2, 2, 2, 5), (2, 2, 4)):

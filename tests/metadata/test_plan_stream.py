@@ -16,7 +16,6 @@ from lab.kernels.trtllm import causal_mask
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
-from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.metadata import MetadataBuilder
 from lab.metadata.mla.backend import TRTLLMMLABackend
@@ -35,7 +34,7 @@ from lab.metadata.speculation.plan_stream import (
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
-from lab.workloads.requests import Requests
+from lab.workloads.requests import Requests, new_pool
 from tests.cases import pack_mask, seen_keys
 from tests.devices import DEVICES, ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import (
@@ -65,13 +64,11 @@ class Scene:
     """Requests with coded K/V in a pool, of which batches see prefixes: a row's output says what it attended to."""
 
     def __init__(self, device: torch.device | str = CPU, sliding_window: bool = False) -> None:
-        pages = NUM_REQUESTS * CONTEXT_LEN // PAGE_SIZE + 1
-        self.pool = KVPool(
-            num_requests=NUM_REQUESTS,
-            max_context_len=CONTEXT_LEN,
+        self.pool = new_pool(
+            (CONTEXT_LEN,) * NUM_REQUESTS,
             page_size=PAGE_SIZE,
-            num_pages=pages,
-            swa_num_pages=pages if sliding_window else None,
+            max_context_len=CONTEXT_LEN,
+            swa_spare_pages=0 if sliding_window else None,
             device=device,
         )
         self.rows = [self.pool.add_request(CONTEXT_LEN) for _ in range(NUM_REQUESTS)]
