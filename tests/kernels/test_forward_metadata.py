@@ -183,22 +183,6 @@ def test_bad_arguments_are_refused_before_anything_is_written(name: str) -> None
     assert all((whole == POISON).all() for whole, _ in requests.wholes)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_in_a_graph_without_a_synchronisation(device: str) -> None:
-    requests = Requests([3, 4, 1], device)
-    each = requests.buffers(seq_len_offset=1, query_rows=2)
-    write = prepare_write_forward_metadata([each], **requests.given)
-    with synchronisation_is_an_error():
-        write()
-    graph = graph_of(write)
-    requests.lens = [20, 0, 7]
-    requests.given["seq_lens"].copy_(torch.tensor(requests.lens))
-    each.page_table.fill_(POISON)
-    graph.replay()
-    assert each.cache_seqlens.tolist() == [21, 1, 8]
-    assert each.page_table.tolist() == requests.pages(1)
-
-
 def test_a_prepared_call_holds_what_it_writes(device: str) -> None:
     """The kernel is handed addresses: memory at them that was given back would be somebody else's."""
     requests = Requests([3, 4], device)

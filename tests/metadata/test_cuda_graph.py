@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lab.metadata.engine.cuda_graph import size_for
-from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.lengths import pad_requests
@@ -66,22 +66,6 @@ def test_a_whole_batch_of_fewer_accepted_tokens_leaves_no_slot_of_the_one_before
     inputs.load(accepted(1, 2, 1, 1), SIZE)
     assert inputs.extend_seq_lens.tolist() == [1, 2, 1, 1]
     assert inputs.out_cache_loc.tolist() == [100, 101, 102, 103, 104, 0, 0, 0]
-
-
-def test_a_frozen_kv_draft_has_no_slots_and_its_requests_are_padded() -> None:
-    inputs = StaticInputs(GraphMode.draft_decode(FROZEN_KV_STEP), SIZE, torch.device("cpu"))
-    for count in (SIZE, 2):
-        batch = ForwardBatch(
-            ForwardMode.DECODE,
-            torch.arange(1, count + 1),
-            torch.full((count,), 20),
-            torch.empty(0, dtype=torch.int64),
-            num_tokens=count,
-            spec_info=SpecInfo(speculative_step_id=FROZEN_KV_STEP),
-        )
-        inputs.load(batch, SIZE)
-    assert inputs.seq_lens.tolist() == [20, 20, 1, 1]
-    assert inputs.req_pool_indices.tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["extend_seq_lens", "extend_seq_lens_cpu"])

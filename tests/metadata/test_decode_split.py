@@ -45,15 +45,15 @@ def test_groups_are_of_sorted_requests_and_the_first_are_the_larger(splits: int)
 def modes() -> list[ForwardCase]:
     """Every kind of call that is divided, and a mixed batch, of which the tail is."""
     one, prefixes = (1,) * 7, LENS
+    tail: dict[str, Any] = {"page_size": 16, "split_mixed_tail": True}
     return [
         CASE,
         replace(CASE, sliding_window=True),
         replace(CASE, mode=ForwardMode.DRAFT_EXTEND_V2),
         ForwardCase(ForwardMode.DECODE, "tiny", prefixes, one, page_size=16, decode_splits=3),
         ForwardCase(ForwardMode.DECODE, "tiny", prefixes, one, draft_step=1, page_size=16, decode_splits=2),
-        ForwardCase(
-            ForwardMode.MIXED, "tiny", prefixes, (9, 4, *one[2:]), page_size=16, split_mixed_tail=True, decode_splits=3
-        ),
+        ForwardCase(ForwardMode.MIXED, "tiny", prefixes, (9, 4, *one[2:]), **tail, decode_splits=3),
+        ForwardCase(ForwardMode.MIXED, "tiny", prefixes, (9, 4, *one[2:]), **tail, sliding_window=True),
         replace(CASE, kv_dtype=torch.float8_e4m3fn, query_dtype=torch.float8_e4m3fn),
     ]
 

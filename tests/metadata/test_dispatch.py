@@ -351,21 +351,3 @@ def test_scales_count_over_quantised_caches_alone(
     got = call_arguments(planned, batch, metadata, layer, drawn_query(batch), cache, CAPACITY)
     assert (got["bmm1_scale"], got["bmm2_scale"]) == expected
     assert ("kv_cache_sf" in got) == (dtype == torch.uint8)
-
-
-@pytest.mark.parametrize("new", [(5, 2, 1, 1), (1, 1, 1), (5, 1, 2)])
-def test_a_split_batch_on_a_window_layer_computes_what_the_whole_one_does(new: tuple[int, ...]) -> None:
-    batch, metadata, pool = forward(ForwardMode.MIXED, new, padding=1, window=True)
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    layer = AttentionLayer(0.35, v_scale=0.5, window_left=4, reads_swa_pool=True, sinks=sinks)
-    query, cache = drawn_query(batch), drawn_cache(pool, window=True)
-    results = []
-    for split in (False, True):
-        out = torch.full_like(query, 123.0)
-        backend = TRTLLMMHABackend(lab.references, split_mixed_tail=split)
-        attention = backend.prepare_attention(batch, metadata, layer, query, cache, max_context_len=CAPACITY, out=out)
-        assert attention() is out
-        assert (out[sum(new) :] == 123.0).all(), "padding rows are nobody's"
-        results.append(out)
-    assert (results[0][: sum(new)] != 123.0).all()
-    torch.testing.assert_close(results[1], results[0])

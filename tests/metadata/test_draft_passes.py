@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo, build_mha_metadata
-from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.metadata.speculation.draft_steps import (
     DraftPlan,
@@ -64,33 +61,6 @@ def test_all_passes_of_a_draft_share_the_metadata_of_one(
         assert step.metadata.block_tables.data_ptr() == steps[0].metadata.block_tables.data_ptr()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", MetadataPlace)
-def test_graphs_are_captured_for_requests_times_topk_rows(place: MetadataPlace, device: str) -> None:
-    topk = 3
-    batch, pool = drafted(topk, device)
-    backend = TRTLLMMHABackend()
-    runner = GraphRunner(
-        backend,
-        GraphMode.draft_decode(FROZEN_KV_STEP),
-        pool,
-        [2 * topk, 8 * topk],
-        lambda view, metadata: lambda: metadata,
-        place,
-    )
-    runner.replay(batch)
-    captured = runner.captured[8 * topk]
-    assert captured.view.out_cache_loc.shape == (0,)
-    rows, expected = batch.batch_size, forward_metadata(batch, pool)
-    assert captured.metadata.cache_seqlens_int32.tolist() == expected.cache_seqlens + [1] * (8 * topk - rows)
-    for table, live in (
-        (captured.metadata.page_table, expected.page_table),
-        (captured.metadata.swa_page_table, expected.swa_page_table),
-    ):
-        assert [row[: len(pages)] for row, pages in zip(table.tolist(), live, strict=False)] == live
-        assert not table[rows:].any()
-
-
 def test_bad_input_is_refused() -> None:
     batch, _ = build(CASE)
     with pytest.raises(ValueError, match="topk must be at least 1, got 0"):
@@ -99,8 +69,6 @@ def test_bad_input_is_refused() -> None:
         frozen_kv_batch(frozen_kv_batch(batch))
     with pytest.raises(ValueError, match="out_cache_loc names 4 slots, but a frozen-KV draft writes no K and V"):
         replace(batch, spec_info=SpecInfo(speculative_step_id=FROZEN_KV_STEP))
-    with pytest.raises(ValueError, match="speculative_step_id=-2 must be 0 or more, -1 in a frozen-KV draft"):
-        SpecInfo(speculative_step_id=-2)
     plain = build(replace(CASE, sliding_window=False, page_size=32))[1]
     with pytest.raises(ValueError, match="a frozen-KV draft runs on MHA"):
         build_mla_decode_metadata(frozen_kv_batch(batch), plain)

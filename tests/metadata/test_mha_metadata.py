@@ -8,9 +8,11 @@ from hypothesis import given, settings
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
 from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.metadata import MetadataBuilder, allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.speculation.draft_steps import frozen_kv_batch
 from lab.references.forward_metadata import encoder_only_verify, forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.metadata.batches import (
@@ -34,6 +36,7 @@ D, CONTEXT = 4, 100
 GRAPH_MODES = [
     GraphMode(ForwardMode.DECODE),
     GraphMode.draft_decode(1),
+    GraphMode.draft_decode(FROZEN_KV_STEP),
     GraphMode(ForwardMode.TARGET_VERIFY, D),
     GraphMode(ForwardMode.RAGGED_VERIFY, D),
     GraphMode(ForwardMode.DRAFT_EXTEND, D),
@@ -113,9 +116,11 @@ def test_every_replay_is_right(mode: GraphMode, builder: MetadataBuilder, device
     runner = GraphRunner(backend, mode, pool, (2, 4), lambda *_: lambda: None, MetadataPlace.BEFORE_REPLAY)
     for totals in ((CONTEXT, 33, 32, 31), (17, 16), (5, 48, 96), (64,)):
         batch, _ = build(graph_case(mode, totals), device)
-        rows = torch.arange(len(totals), 0, -1, device=pool.device)
-        runner.replay(replace(batch, req_pool_indices=rows))
+        batch = replace(batch, req_pool_indices=torch.arange(len(totals), 0, -1, device=pool.device))
+        runner.replay(frozen_kv_batch(batch) if mode.draft_step == FROZEN_KV_STEP else batch)
         captured = runner.captured[runner.size_for(len(totals))]
+        assert (captured.view.seq_lens[len(totals) :] == 1).all()
+        assert not captured.view.req_pool_indices[len(totals) :].any()
         expected = forward_metadata(captured.view, pool)
         assert expected.cache_seqlens[: len(totals)] == list(totals)
         assert_live_cells_right(captured.metadata, replace(expected, max_seq_len_q=mode.num_tokens_per_req))

@@ -93,6 +93,7 @@ UNEQUAL = Case(ForwardMode.DRAFT_EXTEND, (40, 70), (3, 1))
         (DSA, UNEQUAL, "MLA", {}, "is no mode of DSA"),
         (DSA, RAGGED, "MLA", {}, "is no mode of DSA"),
         (DSA, DECODE, "MLA", {"page_size": 16}, "page_size=16"),
+        (partial(DSA, dcp_size=3), DECODE, "MLA", {"page_size": 64}, "page_size=64 is no multiple of the 3 GPUs"),
         *[
             (DSV4, DECODE, "DSV4", fields, "a pool of DSV4 has sliding-window pages and whole groups of 128")
             for fields in ({"sliding_window": False}, {"page_size": 64})

@@ -65,12 +65,6 @@ def test_a_ranks_entries_equal_the_loops(case: Case, topk: int, size: int, per_r
         assert (lens.tolist(), own.tolist()) == expected
 
 
-def test_a_page_of_the_widened_pool_has_as_many_tokens_on_each_gpu() -> None:
-    batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 70), page_size=64)))
-    with pytest.raises(ValueError, match="page_size=64 is no multiple of the 3 GPUs"):
-        build_dsa_metadata(batch, pool, Indexer(8), 3)
-
-
 def test_virtual_slots_are_translated() -> None:
     batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 70), page_size=32, virtual_slots=True)))
     places = build_dsa_metadata(batch, pool, Indexer(8)).page_table_1[:, :40]
