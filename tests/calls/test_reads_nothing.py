@@ -1,46 +1,26 @@
 """A call on a device is posed without a look at its tensors' contents, so that a CUDA graph can capture it."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from lab.calls import ContextCall, DecodeCall
-from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import AttentionCall
-from lab.calls.ragged_context import RaggedContextCall
-from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import build_attention
-from lab.workloads.inputs.ragged import RaggedCase, build_ragged
-from lab.workloads.interfaces import Interface
+from lab.calls import CALL_TYPES, AttentionCall
+from tests.cases import Arguments
+from tests.kernels.adapter_calls import SINKS, TWO_SINKS, context, decode, mla, ragged
+from tests.kernels.held import on
+from tests.kernels.test_dsv4 import arguments_of as dsv4
 
-SIZES: dict[Interface, dict[str, Any]] = {
-    AttentionCall.DECODE: {},
-    AttentionCall.CONTEXT: {},
-    AttentionCall.MLA_DECODE: {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64},
-}
-CALLS = {AttentionCall.DECODE: DecodeCall, AttentionCall.CONTEXT: ContextCall, AttentionCall.MLA_DECODE: MLADecodeCall}
-
-
-def unreadable(value: Any) -> Any:
-    """Return an argument with tensors whose contents nobody can read."""
-    if isinstance(value, tuple):
-        return tuple(map(unreadable, value))
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+CALLS: list[tuple[AttentionCall, Arguments]] = [
+    (AttentionCall.DECODE, decode(2, sinks=SINKS)),
+    (AttentionCall.DECODE, decode((4, 1, 2), sinks=SINKS)),
+    (AttentionCall.CONTEXT, context(sinks=SINKS)),
+    (AttentionCall.MLA_DECODE, mla(2, sinks=TWO_SINKS)),
+    (AttentionCall.MLA_DECODE, mla((4, 1, 2), sinks=TWO_SINKS)),
+    (AttentionCall.RAGGED_CONTEXT, ragged(attention_sinks=TWO_SINKS)),
+    (AttentionCall.DSV4_DECODE, dsv4() | {"sinks": torch.zeros(8)}),
+]
 
 
-@pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("interface", CALLS)
-def test_no_paged_call_reads_contents(interface: Interface, offsets: bool) -> None:
-    offsets = offsets and interface is not AttentionCall.CONTEXT
-    case = AttentionCase(interface, (20, 5), (2, 2), sinks=True, offsets=offsets, **SIZES[interface])
-    arguments = build_attention(case, torch.device("cpu")).arguments()
-    arguments |= {name: torch.ones(1) for name in ("bmm1_scale", "bmm2_scale")}
-    CALLS[interface](**{name: unreadable(value) for name, value in arguments.items()}).problem()
-
-
-def test_no_ragged_call_reads_contents() -> None:
-    case = RaggedCase((18, 3), (2, 2))
-    arguments = build_ragged(case, torch.device("cpu")).arguments()
-    arguments |= {name: torch.ones(1) for name in ("bmm1_scale", "bmm2_scale")} | {"attention_sinks": torch.zeros(2)}
-    RaggedContextCall(**{name: unreadable(value) for name, value in arguments.items()}).problem()
+@pytest.mark.parametrize(("call", "arguments"), CALLS)
+def test_no_call_reads_contents(call: AttentionCall, arguments: Arguments) -> None:
+    given = arguments | {name: torch.ones(1) for name in ("bmm1_scale", "bmm2_scale")}
+    CALL_TYPES[call](**{name: on("meta", value) for name, value in given.items()}).problem()
