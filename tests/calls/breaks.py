@@ -134,6 +134,23 @@ def bad_of_every_call(sinks: str = "sinks", has_lse: bool = True) -> list[Bad]:
     ]
 
 
+def bad_offsets(change: Callable[..., Breaks] = value) -> list[Bad]:
+    """Bad row offsets of two requests with two rows each; `change` makes a call that has offsets of these arguments."""
+    good, name = int32(0, 2, 4), "cum_seq_lens_q"
+    return [
+        (change(cum_seq_lens_q=[0, 2, 4]), TypeError, f"{name} must be a torch.Tensor", "list"),
+        (change(cum_seq_lens_q=good.long()), TypeError, f"{name} must be int32", "int64"),
+        (change(cum_seq_lens_q=int32(0, 4)), ValueError, f"{name} must have shape [3]", "[2]"),
+        (change(cum_seq_lens_q=int32(0, 5, 4)), ValueError, name, "decreases"),
+        (change(cum_seq_lens_q=int32(1, 2, 4)), ValueError, name, "start at 0"),
+        (change(cum_seq_lens_q=int32(0, 2, 5)), ValueError, name),
+        (change(cum_seq_lens_q=good.to("meta")), ValueError, f"{name} is on meta", "cpu"),
+        (change(max_q_len=1), ValueError, "max_q_len = 1", "2 rows"),
+        (change(max_q_len=-1), ValueError, "max_q_len", "-1"),
+        (change(max_q_len=2.0), TypeError, "max_q_len", "2.0"),
+    ]
+
+
 def elsewhere(*names: str) -> list[Bad]:
     """Tensors on another device than the others."""
     return [(tensor(name, to("meta")), ValueError, f"{name} is on meta", "cpu") for name in names]
