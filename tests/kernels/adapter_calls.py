@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lab.calls import ContextCall, DecodeCall, RaggedContextCall
-from lab.calls.mla_decode import MLADecodeCall
+from lab.calls import CALL_TYPES, AttentionCall
 from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, Arguments, arguments_of, mirrors, pack_mask
 from tests.kernels.held import BF16
 
 SM75, SM80, SM90, SM100, SM103, SM120 = (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (12, 0)
-CALL_TYPES: dict[str, Any] = {
-    DECODE: DecodeCall,
-    CONTEXT: ContextCall,
-    MLA: MLADecodeCall,
-    RAGGED: RaggedContextCall,
-}
 SINKS, TWO_SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5]), torch.tensor([0.5, -1.0])
 TREE = pack_mask([[[column in (0, row) for column in range(5)] for row in range(5)]] * 3)
 # Of each function: query rows, of each request or of all, and keys; sizes; and arguments.
@@ -73,7 +66,7 @@ def function_of(arguments: Arguments) -> str:
 
 def posed(arguments: Arguments) -> Any:
     """The problem of a call."""
-    return CALL_TYPES[function_of(arguments)](**arguments).problem()
+    return CALL_TYPES[AttentionCall(function_of(arguments))](**arguments).problem()
 
 
 def new_tokens(**changes: Any) -> Arguments:
@@ -116,6 +109,18 @@ def expanded(arguments: Arguments, layout: str = "HND") -> Arguments:
     return arguments | {"kv_cache": (pool, pool), "block_tables": tables, "uses_shared_paged_kv_idx": False}
 
 
+def apart(tensor: Tensor, gap: int = 8, axis: int = -1) -> Tensor:
+    """The same values, with so many elements after each line along an axis."""
+    shape = [*tensor.shape]
+    shape[axis] += gap
+    return tensor.new_zeros(shape).narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same values, one element later in memory."""
+    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
 def other_order(cache: Tensor) -> Tensor:
     """The same shape, heads and tokens stored the other way round."""
     return cache.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -128,10 +133,10 @@ two_allocations = remade("kv_cache", lambda cache: tuple(side.clone() for side i
 permuted = remade("kv_cache", lambda cache: tuple(other_order(torch.stack(cache))))  # halves of an NHD pool
 v_elsewhere = remade("kv_cache", lambda cache: (cache[0], other_order(cache[1])))
 # A column slice of a wider table, whose other columns are wrong.
-widened = remade("block_tables", lambda table: pad(table, (0, 3))[..., : table.shape[-1]])
+widened = remade("block_tables", partial(apart, gap=3))
 # An MLA cache with a page of NaN after each page, and one an element later in memory.
 with_gaps = remade("kv_cache", lambda cache: torch.stack((cache, torch.full_like(cache, math.nan)), dim=1)[:, 0])
-misplaced = remade("kv_cache", lambda cache: pad(cache.flatten(), (1, 0))[1:].view(cache.shape))
+misplaced = remade("kv_cache", shifted)
 
 
 def with_columns(columns: int) -> Change:
@@ -140,7 +145,7 @@ def with_columns(columns: int) -> Change:
 
 def gapped(name: str, gap: int) -> Change:
     """A tensor with so many elements after each head."""
-    return remade(name, lambda tensor: pad(tensor, (0, gap))[..., : tensor.shape[-1]])
+    return remade(name, partial(apart, gap=gap))
 
 
 def one_after_the_other(arguments: Arguments) -> Arguments:

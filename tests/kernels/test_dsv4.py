@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lab.calls import AttentionCall, DSV4DecodeCall
 from lab.kernels import flashinfer_call, trtllm
@@ -16,6 +15,7 @@ from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DSV4
 from tests.calls.breaks import Breaks, tensor, value
 from tests.cases import Arguments
+from tests.kernels.adapter_calls import apart, shifted
 
 B200, SPAN = (10, 0), 132
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -48,20 +48,6 @@ def ragged(good: Arguments) -> Arguments:
     return {"query": good["query"].flatten(0, 1), "cum_seq_lens_q": offsets, "max_q_len": 3}
 
 
-def rows_apart(table: Tensor) -> Tensor:
-    return torch.cat((table, table), 1)[:, :SPAN]
-
-
-def an_element_on(given: Tensor) -> Tensor:
-    return torch.cat((given.flatten()[:1], given.flatten()))[1:].view(given.shape)
-
-
-def apart(pool: Tensor, gap: int, axis: int) -> Tensor:
-    return torch.nn.functional.pad(pool, [0] * (2 * (3 - axis)) + [0, gap])[
-        (slice(None),) * axis + (slice(pool.shape[axis]),)
-    ]
-
-
 KERNELS = (TRTLLM_GEN_DSV4, PORTABLE_DSV4)  # whose rows are tested here
 PLACES = value(sparse_indices_are_storage_offsets=False)
 NOTHING = value(sparse_indices=torch.full((4, SPAN), -1, dtype=torch.int32))
@@ -72,7 +58,7 @@ ODD_PAGES = torch.zeros(2, 64 * 512 + 8, dtype=BF16)[:, : 64 * 512].view(2, 1, 6
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
 def test_what_flashinfer_documents_is_taken(heads: int, dtype: torch.dtype) -> None:
     sinks = value(sinks=torch.zeros(heads), bmm1_scale=torch.ones(1), bmm2_scale=0.5)
-    assert refusal(sinks, tensor("sparse_indices", rows_apart), heads=heads, dtype=dtype) is None
+    assert refusal(sinks, tensor("sparse_indices", apart), heads=heads, dtype=dtype) is None
     assert refusal(ragged, heads=heads, dtype=dtype) is None
     assert refusal(PLACES, tensor("swa_kv_cache", lambda pool: apart(pool, 64, 2)), heads=heads) is None
 
@@ -84,10 +70,10 @@ def test_what_flashinfer_documents_is_taken(heads: int, dtype: torch.dtype) -> N
         ({"head_dim": 256}, (), "for head_dim 512, not 256"),
         ({"dtype": torch.float16}, (), "takes bf16 or e4m3"),
         ({}, (value(out=torch.zeros(2, 2, 8, 512)),), "writes bfloat16, not torch.float32"),
-        ({}, (tensor("swa_kv_cache", an_element_on),), "swa_kv_cache must begin at a multiple"),
-        ({}, (tensor("sparse_indices", an_element_on),), "sparse_indices must begin at a multiple"),
-        ({}, (tensor("query", an_element_on),), "query must begin at a multiple"),
-        ({}, (value(out=an_element_on(torch.zeros(2, 2, 8, 512, dtype=BF16))),), "out must begin at a multiple"),
+        ({}, (tensor("swa_kv_cache", shifted),), "swa_kv_cache must begin at a multiple"),
+        ({}, (tensor("sparse_indices", shifted),), "sparse_indices must begin at a multiple"),
+        ({}, (tensor("query", shifted),), "query must begin at a multiple"),
+        ({}, (value(out=shifted(torch.zeros(2, 2, 8, 512, dtype=BF16))),), "out must begin at a multiple"),
         ({}, (PLACES, tensor("compressed_kv_cache", lambda pool: apart(pool, 8, 3))), "at multiples of 512 elements"),
         ({}, (PLACES, tensor("swa_kv_cache", lambda _: ODD_PAGES)), "swa_kv_cache at multiples of 512"),
         ({}, (NOTHING, tensor("swa_kv_cache", lambda pool: pool[:0])), "at least one page of swa_kv_cache"),

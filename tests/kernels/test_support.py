@@ -20,7 +20,18 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.kernels import test_dsv4, test_flash_mla, test_peers_packages, test_support_peers, test_support_trtllm_gen
-from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
+from tests.kernels.adapter_calls import (
+    apart,
+    context,
+    decode,
+    into,
+    mla,
+    other_order,
+    posed,
+    ragged,
+    shifted,
+    with_columns,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
@@ -66,17 +77,6 @@ def problem(kernel: Kernel, **changes: Any) -> Any:
         field = name.removesuffix("_like")
         found = replace(found, **{field: changes.pop(name)(getattr(found, field))})
     return replace(found, **changes)
-
-
-def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows that are 8 elements longer."""
-    return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
-
-
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, one element later in memory."""
-    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return moved.copy_(tensor)
 
 
 ONE, SINK, LSE = torch.ones(1), torch.zeros(4), torch.empty(4, 4)
@@ -222,9 +222,9 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"v_cache_like": other_order}, "V with K's strides"),
         (SM90, {"k_cache_like": other_order, "v_cache_like": other_order}, None),
         (SM120, {"kv_dtype": U8, "v_scale_factors_like": other_order}, "strides of K's"),
-        (SM90, {"k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 64"),
-        (SM120, {"kv_dtype": U8, "k_scale_factors_like": padded, "v_scale_factors_like": padded}, None),
-        (SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
+        (SM90, {"k_cache_like": apart, "v_cache_like": apart}, "strides in whole heads of 64"),
+        (SM120, {"kv_dtype": U8, "k_scale_factors_like": apart, "v_scale_factors_like": apart}, None),
+        (SM120, {"kv_dtype": U8, "k_cache_like": apart, "v_cache_like": apart}, "strides in whole heads of 32"),
         (SM90, {"query_like": other_order}, "contiguous query"),
         (SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
         (SM90, {"skip_softmax": 1.0}, None),
@@ -247,7 +247,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
             {"k_cache_like": shifted, "kv_dtype": U8},
             "loads 8 bytes at a time: K must begin at a multiple of them",
         ),
-        (SM90, {"out": torch.empty(4 * 4 * 64 + 1, dtype=BF16)[1:].view(4, 4, 64)}, "out must begin at a multiple"),
+        (SM90, {"out": shifted(torch.empty(4, 4, 64, dtype=BF16))}, "out must begin at a multiple"),
     ],
     FMHA_V2: [
         *[(gpu, {}, None) for gpu in (SM90, SM120, SM121)],

@@ -40,6 +40,8 @@ from tests.kernels.adapter_calls import (
     mla,
     posed,
     ragged,
+    remade,
+    shifted,
     v_elsewhere,
     with_columns,
     with_gaps,
@@ -61,10 +63,7 @@ def wide_mla(q_len: int = 1, **changes: object) -> Arguments:
     return with_columns(2)(mla(q_len, heads=128, **changes))
 
 
-def odd_out(arguments: Arguments) -> Arguments:
-    """An output that begins one element after an aligned address."""
-    query = arguments["query"]
-    return arguments | {"out": torch.zeros(query.numel() + 1, dtype=query.dtype)[1:].view(query.shape)}
+odd_out = remade("out", shifted)
 
 
 def by_offsets(arguments: Arguments) -> Arguments:
@@ -94,7 +93,12 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA3_PAGED, SM90, lambda: decode(bmm1_scale=0.0), "a positive bmm1_scale, not 0.0"),
     (FA2_PAGED, SM90, lambda: decode(lse=torch.empty(4, 3).T), "contiguous lse"),
     (FA2_PAGED, SM80, lambda: gapped("query", 4)(decode()), "the strides of query must be multiples of them"),
-    (FA2_PAGED, SM90, lambda: odd_out(decode()), "out must begin at a multiple of them, not 2 bytes after one"),
+    (
+        FA2_PAGED,
+        SM90,
+        lambda: odd_out(into()(decode())),
+        "out must begin at a multiple of them, not 2 bytes after one",
+    ),
     *[(FA2_PAGED, gpu, lambda: gapped("query", 8)(decode()), None) for gpu in (SM80, SM90, SM100, SM120)],
     (FA2_PAGED, SM90, lambda: v_elsewhere(decode()), None),
     (FA2_PAGED, SM90, lambda: decode(5, mask=TREE), None),

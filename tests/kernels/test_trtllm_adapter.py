@@ -75,10 +75,6 @@ def small(*args: Any, **changes: Any) -> Arguments:
     return decode(*args, head_dim=16, **changes)
 
 
-def gen_lse(*args: Any, **changes: Any) -> Arguments:
-    return decode(*args, out_dtype=BF16, return_lse=True, **changes)
-
-
 def wide_mla(*args: Any, **changes: Any) -> Arguments:
     """An MLA call that XQA takes: 128 heads, and a table of whole 128 tokens."""
     return with_columns(2)(mla(*args, **{"kv_lens": (5, 33), "heads": 128} | changes))
