@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.metadata.engine.capture import capturing
 
@@ -41,3 +43,15 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with capturing(graph):
         call()
     return graph
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation of torch, views included: on a GPU most of them launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})

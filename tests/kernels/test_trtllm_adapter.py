@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
 from lab.calls.problem import PagedAttention
@@ -17,6 +16,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.gpus import Capability
 from lab.kernels import flashinfer_call, trtllm
 from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments, pack_mask
+from tests.devices import Operations
 from tests.kernels.adapter_calls import (
     SINKS,
     SM90,
@@ -418,18 +418,6 @@ def test_a_prepared_call_sees_new_contents(simulate: Simulate, name: str) -> Non
         torch.testing.assert_close(result[1], expected[1])
         result, expected = result[0], expected[0]
     assert float(references.relative_l2(result.flatten(0, -3), expected.flatten(0, -3)).max()) <= ROUNDOFF[BF16]
-
-
-class Operations(TorchDispatchMode):
-    """Notes every operation of torch, views included: on a GPU most of them launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **kwargs or {})
 
 
 def without_attention(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, capability: Capability) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.references.forward_metadata import (
     DSV4ForwardMetadata,
@@ -21,6 +20,7 @@ from lab.references.forward_metadata import (
     mla_prefix_chunks,
     zigzag_forward_metadata,
 )
+from tests.devices import Operations
 
 PAGE_SIZE = 4
 # Row 1 has the slots of pages 5, 2, 7, 1 and row 2 those of 3, 6, 4, 8.
@@ -291,14 +291,6 @@ def test_prebuilt_has_no_metadata() -> None:
         forward_metadata(batch("PREBUILT", [4, 5]), pool())
 
 
-class _Operations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -316,7 +308,7 @@ class _Operations(TorchDispatchMode):
 def test_tensors_are_not_read_once_for_each_token_because_each_read_waits_for_the_gpu(build: Any) -> None:
     counts = []
     for keys in (2, 12):
-        with _Operations() as operations:
+        with Operations() as operations:
             build(batch("DECODE", [keys]), pool(has_swa=True))
-        counts.append(operations.count)
+        counts.append(len(operations.names))
     assert counts[0] == counts[1]
