@@ -11,14 +11,12 @@ import torch
 
 from lab import references
 from lab.calls import AttentionCall
-from lab.kernels import PlannedOnce
 from lab.metadata.engine.lengths import exclusive_cumsum, num_pages
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.timed import RecordedPass
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.staging import check_results, renew
-from lab.timing.work import GpuWork
 from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
 from tests.cases import CONTEXT, RAGGED
 from tests.recorded.kinds import CALLS, NVFP4, RANKS, int32
@@ -33,11 +31,18 @@ from tests.recorded.record_calls import (
     several_rows,
 )
 from tests.recorded.write_calls import write_call
-from tests.workloads.inputs.stale_calls import STALE, hold_wrong_if_stale
+from tests.workloads.inputs.stale_calls import (
+    FIRST,
+    SHORTER,
+    STALE,
+    WRONG,
+    hold_planned_and_plain_right,
+    hold_right,
+    hold_right_on_any_contents,
+    hold_wrong_if_stale,
+)
 
 CPU = torch.device("cpu")
-FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
-WRONG = "output vectors are wrong"
 
 
 SHORT = several_rows(seq_lens=int32(1, 2, 33))
@@ -55,30 +60,14 @@ def passes(tmp_path: Path) -> Callable[[str], TimedPasses]:
     return timed
 
 
-def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, tokens: bool = True) -> None:
-    renew(work, seeds, tokens=tokens)
-    call()
-    check_results([work], seeds)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_one_call_is_right_on_contents_that_change_under_it(name: str, passes: Any) -> None:
-    work = passes(name).work(references)
-    call = work.call()
-    for seeds in (FIRST, SHORTER):
-        hold_right(work, call, seeds)
-    hold_right(work, call, Seeds(SHORTER.tokens, 3), tokens=False)  # other queries, and the whole lengths again
-    with pytest.raises(AssertionError, match=WRONG):
-        check_results([work], Seeds(SHORTER.tokens, 4))  # of the queries of another seed
-    hold_right(work, call, FIRST)
-    renew(work, FIRST)
-    with pytest.raises(AssertionError, match=WRONG):  # the output was wiped
-        check_results([work], FIRST)
+    hold_right_on_any_contents(passes(name).work(references))
 
 
 @pytest.mark.parametrize("what", STALE)
 def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str, passes: Any) -> None:
-    hold_wrong_if_stale(what, passes("decode").work, FIRST, SHORTER)
+    hold_wrong_if_stale(what, passes("decode").work)
 
 
 def test_each_call_finds_some_tokens_changed_in_place_and_new_contents_are_everywhere(passes: Any) -> None:
@@ -157,25 +146,9 @@ def test_a_part_is_of_requests_that_the_seeds_choose(passes: Any, monkeypatch: p
     assert judged == {(0, 1), (2, 3), (4, 5)}  # the rows of each request
 
 
-class Planning:
-    """Reads lengths and pages when it plans."""
-
-    @staticmethod
-    def plan_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
-        kept = arguments | {name: arguments[name].clone() for name in ("seq_lens", "block_tables")}
-        return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
-
-
 def test_a_planned_call_keeps_lengths_and_pages_that_others_see_change(passes: Any) -> None:
-    both = passes("decode")
-    plain = both.work(references)
-    hold_right(plain, plain.call(), FIRST)  # its judge moves the pages of the pass
-    planned = both.work(PlannedOnce(Planning))
+    planned, _ = hold_planned_and_plain_right(passes("decode"))
     assert torch.equal(planned.arguments["block_tables"], decode_arguments()["block_tables"])
-    call = planned.call()
-    for seeds in (FIRST, SHORTER):
-        hold_right(planned, call, seeds)
-        hold_right(plain, plain.call(), seeds)
 
 
 def test_works_share_all_but_their_outputs_and_no_tensor_with_the_judge(passes: Any) -> None:

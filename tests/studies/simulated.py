@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from lab.timing import Ceilings, GpuTime, GpuWork, Method
 from lab.timing.gpu_time import check_named
 from lab.timing.host_time import HostTime
-from lab.timing.staging import check_results, renew
+from lab.timing.staging import renew
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.redraw import Seeds
 from lab.workloads.mla_case import MLACase
@@ -33,18 +31,6 @@ def measured_interleaved(works: Mapping[str, GpuWork], method: Method, samples: 
             call()
             check_named(name, [work], seeds)
     return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
-
-
-def hold_right(work: GpuWork) -> None:
-    """Hold a pass to be right on contents that change, and its check to see that nothing was written."""
-    call, seeds = work.call(), Seeds(0, 0)
-    for seeds in (Seeds(1, 2), Seeds(3, 8)):
-        renew(work, seeds)
-        call()
-        check_results([work], seeds)
-    renew(work, seeds)
-    with pytest.raises(AssertionError, match="output vectors are wrong"):
-        check_results([work], seeds)
 
 
 def quick_host_time(calls: Mapping[str, Callable[[], object]], **_: int) -> dict[str, HostTime]:

@@ -25,8 +25,9 @@ from studies.variants import COLD, FactsOf, Point, PointRows, TimingPlan, Varian
 from tests.devices import IN_INTERPRETER
 from tests.studies.conftest import Command
 from tests.studies.recorded import recorded
-from tests.studies.simulated import BANDWIDTH, CEILINGS, SLOW, SLOWER, SPEED, hold_right, small_kv, small_mla
+from tests.studies.simulated import BANDWIDTH, CEILINGS, SLOW, SLOWER, SPEED, small_kv, small_mla
 from tests.studies.test_kv_read_once import SMALL, again, of_group, runs_as
+from tests.workloads.inputs.stale_calls import hold_right_on_any_contents
 
 CPU, REFERENCES = torch.device("cpu"), "lab.references"
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
@@ -106,7 +107,7 @@ def test_every_variant_is_right_in_an_output_of_its_own(name: str, request: pyte
         assert work.arguments["cache"].storage.dtype == variant.case.kv_dtype
         assert (work.bytes_moved, work.operations) == (variant.case.bytes_moved, variant.case.operations)
         assert settings_of(work.prepare.__self__) == settings_of(variant.case.backend())  # type: ignore[attr-defined]
-        hold_right(work)
+        hold_right_on_any_contents(work)
     assert tuple(len({*each}) for each in zip(*map(tensors_of, works.values()), strict=True)) == numbers
     assert len({id(work.redraw) for work in works.values()}) == numbers[2]  # one truth for the same tensors
     assert len(plans) == ("MLA" in name)  # for two calls

@@ -1,26 +1,28 @@
 """A pass that is drawn anew in place: right on any contents, and wrong where a call sees any of the old ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from lab import references
-from lab.kernels import PlannedOnce
 from lab.metadata import ForwardMode
 from lab.timing.forward import TimedPasses
 from lab.timing.staging import check_results, renew
-from lab.timing.work import GpuWork
 from lab.workloads import ForwardCase, scenario
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
-from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
+from lab.workloads.inputs.redraw import Seeds
 from lab.workloads.mla_case import MLACase
-from tests.workloads.inputs.stale_calls import STALE, hold_wrong_if_stale
+from tests.workloads.inputs.stale_calls import (
+    FIRST,
+    STALE,
+    hold_planned_and_plain_right,
+    hold_right_on_any_contents,
+    hold_wrong_if_stale,
+)
 
 CPU = torch.device("cpu")
-FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
 SCENARIOS = [
     "decode/tiny/3q1s100",
     "decode/tiny/3q1s100/window",
@@ -58,24 +60,9 @@ def passes(case: Any) -> TimedPasses:
     return TimedPasses.over(build_forward(scenario(case, None) if isinstance(case, str) else case, CPU))
 
 
-def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, tokens: bool = True) -> None:
-    renew(work, seeds, tokens=tokens)
-    call()
-    check_results([work], seeds)
-
-
 @pytest.mark.parametrize("case", [*SCENARIOS, *MLA, NVFP4, BRANCHES], ids=str)
 def test_one_call_is_right_on_contents_that_change_under_it(case: Any) -> None:
-    work = passes(case).work(references)
-    call = work.call()
-    for seeds in (FIRST, SHORTER):
-        hold_right(work, call, seeds)
-    hold_right(work, call, Seeds(SHORTER.tokens, 3), tokens=False)  # other queries, and the whole lengths again
-    with pytest.raises(AssertionError, match="output vectors are wrong"):
-        check_results([work], Seeds(SHORTER.tokens, 4))  # of the queries of another seed
-    renew(work, FIRST)
-    with pytest.raises(AssertionError, match="output vectors are wrong"):  # the output was wiped
-        check_results([work], FIRST)
+    hold_right_on_any_contents(passes(case).work(references))
 
 
 def test_each_call_finds_some_tokens_changed_in_place() -> None:
@@ -93,27 +80,11 @@ def test_each_call_finds_some_tokens_changed_in_place() -> None:
 
 @pytest.mark.parametrize("what", STALE)
 def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str) -> None:
-    hold_wrong_if_stale(what, passes("decode/tiny/3q1s100").work, FIRST, SHORTER)
-
-
-class Planning:
-    """Reads lengths and pages when it plans."""
-
-    @staticmethod
-    def plan_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
-        kept = arguments | {name: arguments[name].clone() for name in ("seq_lens", "block_tables")}
-        return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
+    hold_wrong_if_stale(what, passes("decode/tiny/3q1s100").work)
 
 
 def test_a_planned_call_keeps_lengths_and_pages_that_others_see_change() -> None:
-    both = passes("decode/tiny/3q1s100")
-    plain = both.work(references)
-    hold_right(plain, plain.call(), FIRST)  # moves the pages of the tensors that it shares
-    planned = both.work(PlannedOnce(Planning))
-    call = planned.call()
-    for seeds in (FIRST, SHORTER):
-        hold_right(planned, call, seeds)
-        hold_right(plain, plain.call(), seeds)
+    planned, plain = hold_planned_and_plain_right(passes("decode/tiny/3q1s100"))
     assert planned.arguments["cache"].storage.data_ptr() != plain.arguments["cache"].storage.data_ptr()
 
 
