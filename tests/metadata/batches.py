@@ -151,6 +151,15 @@ def of_mla(case: Case) -> Case:
     return replace(case, page_size=page_size, max_context_len=longest, sliding_window=False, evict_before=0)
 
 
+def with_drafts(case: Case, rows: int) -> Case:
+    """Return the case with lengths on the host, and a draft of so many rows of each request after a key or more."""
+    if case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        return replace(case, host_seq_lens=True)
+    totals, extends = tuple(max(total, rows + 1) for total in case.total_lens), case.mode.extends_draft
+    new_lens, new = ((rows,) * len(totals), 0) if extends else ((), rows)
+    return replace(case, total_lens=totals, new_lens=new_lens, new=new, host_seq_lens=True, num_padding_rows=0)
+
+
 def label(case: Case) -> str:
     kind = "prefix" if case.new_lens and case.new_lens != case.total_lens else f"new{case.new}"
     return f"{case.mode.name}-{kind}-bs{len(case.total_lens)}-pad{case.num_padding_rows}"

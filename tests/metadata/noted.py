@@ -1,9 +1,11 @@
-"""FlashInfer's functions as a test of calls needs them: they note their arguments."""
+"""FlashInfer's functions as a test of calls needs them: they note their arguments, which are compared."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from lab.workloads.inputs.guards import same_bits
 
 
 class NotedCalls:
@@ -30,3 +32,12 @@ class NotedCalls:
             out.fill_(self._fill)
 
         return fill
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compare an argument of two calls: tensors by dtype and bits, each of several, or numbers."""
+    if isinstance(one, tuple):
+        return all(map(is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and same_bits(one, other)
+    return bool(one == other)

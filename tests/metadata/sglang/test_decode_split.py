@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from lab.metadata import ForwardMode
 from lab.metadata.mha.backend import CallSettings, call_arguments
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
-from tests.metadata.noted import NotedCalls
+from tests.metadata.noted import NotedCalls, is_same
 from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, Load, new_backend
 from tests.metadata.sglang.wheel import sglang_fixture
 
@@ -91,11 +90,4 @@ def test_the_calls_and_their_output(sglang: Load, case: ForwardCase) -> None:
         mine = {name: value for name, value in mine.items() if name not in IGNORED}
         assert set(mine) == set(other)
         for name, value in mine.items():
-            assert value is other[name] or same_values(value, other[name]), name
-
-
-def same_values(one: Any, other: Any) -> bool:
-    """Numbers, tensors, and pairs of tensors."""
-    if isinstance(one, tuple):
-        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)
+            assert value is other[name] or is_same(value, other[name]), name

@@ -19,8 +19,8 @@ from lab.metadata.mla.backend import MLALayer
 from lab.metadata.mla.dsa import DSABackend, DSAMetadata, Indexer, build_dsa_metadata
 from lab.references.forward_metadata import dsa_forward_metadata
 from tests.devices import IN_INTERPRETER
-from tests.metadata.batches import EXTENDS, Case, build, drawn_cases, graph_case, of_mla
-from tests.metadata.noted import NotedCalls
+from tests.metadata.batches import EXTENDS, Case, build, drawn_cases, graph_case, of_mla, with_drafts
+from tests.metadata.noted import NotedCalls, is_same
 from tests.metadata.sglang import mha
 from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.wheel import sglang_fixture
@@ -196,39 +196,17 @@ def hold_call(
 
 
 def hold_arguments(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for name in ("query", "kv_cache", "block_tables", "seq_lens"):
-        assert ours[name].dtype == theirs[name].dtype, name
-        assert torch.equal(ours[name], theirs[name]), name
-    for name in (
-        "max_seq_len",
-        "sparse_mla_top_k",
-        "bmm1_scale",
-        "qk_nope_head_dim",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-    ):
-        assert ours[name] == theirs[name], name
-    lens = [call.get("sparse_mla_top_k_lens") for call in (ours, theirs)]
-    assert lens[0] is lens[1] is None or torch.equal(*lens)
+    tensors = ("query", "kv_cache", "block_tables", "seq_lens", "sparse_mla_top_k_lens")
+    sizes = ("max_seq_len", "sparse_mla_top_k", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+    for name in (*tensors, *sizes, "bmm1_scale"):
+        assert is_same(ours.get(name), theirs.get(name)), name
 
 
 MODES = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, *EXTENDS]
 
 
 def engine_case(case: Case) -> Case:
-    """Return the case as an engine has it: uniform drafts of DRAFT rows, and host lengths for a prefill."""
-    case = of_mla(replace(case, page_size=64))
-    mode, count = case.mode, len(case.total_lens)
-    fields: dict[str, Any] = {"host_seq_lens": True, "num_padding_rows": 0}
-    if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
-        totals = tuple(max(total, DRAFT + 1) for total in case.total_lens)
-        extends = mode is ForwardMode.DRAFT_EXTEND_V2
-        fields |= {
-            "total_lens": totals,
-            "new_lens": (DRAFT,) * count if extends else (),
-            "new": 0 if extends else DRAFT,
-        }
-    return replace(case, **fields)
+    return with_drafts(replace(of_mla(replace(case, page_size=64)), num_padding_rows=0), DRAFT)
 
 
 DRAWN = drawn_cases(MODES).filter(lambda case: case.total_lens).map(engine_case)

@@ -17,8 +17,8 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.dsv4 import RATIOS, DSV4Backend, DSV4Cache, DSV4Layer, DSV4Metadata, build_dsv4_metadata
 from tests.devices import IN_INTERPRETER
-from tests.metadata.batches import EXTENDS, Case, build, drawn_cases, graph_case
-from tests.metadata.noted import NotedCalls
+from tests.metadata.batches import EXTENDS, Case, build, drawn_cases, graph_case, with_drafts
+from tests.metadata.noted import NotedCalls, is_same
 from tests.metadata.sglang import mha
 from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.wheel import sglang_fixture
@@ -210,40 +210,22 @@ def hold_call(
     DSV4Backend(noted, TOPK).prepare_attention(batch, metadata, layer, query, cache, out=out, **given)()
     ((_, ours),) = noted.calls
     rows = len(ours["query"])
-    for name in ("query", "swa_kv_cache", "compressed_kv_cache"):
-        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape), name
-        assert torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
-    for name in ("swa_kv_cache", "compressed_kv_cache"):
-        assert ours[name].data_ptr() == theirs[name].data_ptr()
-    for name in ("sparse_indices", "sparse_topk_lens", "seq_lens", "sinks", "cum_seq_lens_q"):
-        one, other = (call.get(name) for call in (ours, theirs))
-        assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other)), name
-    for name in ("bmm1_scale", "bmm2_scale", "max_q_len"):
-        assert ours.get(name) == theirs.get(name), name
+    caches, scales = ("swa_kv_cache", "compressed_kv_cache"), ("bmm1_scale", "bmm2_scale")
+    lengths = ("sparse_indices", "sparse_topk_lens", "seq_lens", "cum_seq_lens_q", "max_q_len")
+    for name in ("query", *caches, *lengths, "sinks", *scales):
+        assert is_same(ours.get(name), theirs.get(name)), name
+    assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in caches)
     assert not out[rows:].any()
     assert theirs["returned"].shape == out.shape
     assert not theirs["returned"][rows:].any()
 
 
 def engine_case(case: Case) -> Case:
-    """Return the case as an engine has it: pages of whole groups, host lengths, and uniform drafts of DRAFT rows."""
-    mode, count = case.mode, len(case.total_lens)
-    page_size = 256 if case.page_size > 32 else 128
-    totals = tuple(max(total * 7, DRAFT + 1) for total in case.total_lens)
-    fields: dict[str, Any] = {
-        "page_size": page_size,
-        "total_lens": totals,
-        "max_context_len": max(*totals, 1) + page_size + 3,
-        "sliding_window": True,
-        "evict_before": 0,
-        "host_seq_lens": True,
-        "num_padding_rows": case.num_padding_rows if mode in EXTENDS else 0,
-    }
-    if mode is ForwardMode.DRAFT_EXTEND_V2:
-        fields |= {"new_lens": (DRAFT,) * count}
-    if mode is ForwardMode.TARGET_VERIFY:
-        fields |= {"new": DRAFT}
-    return replace(case, **fields)
+    """Return the case as an engine has it, with pages of whole groups and lengths beyond a window."""
+    page_size, totals = 256 if case.page_size > 32 else 128, tuple(7 * total for total in case.total_lens)
+    longest, padding = max(*totals, 1) + page_size + 3, case.num_padding_rows if case.mode in EXTENDS else 0
+    sizes: dict[str, Any] = {"page_size": page_size, "max_context_len": longest, "num_padding_rows": padding}
+    return with_drafts(replace(case, total_lens=totals, sliding_window=True, evict_before=0, **sizes), DRAFT)
 
 
 MODES = [

@@ -36,7 +36,7 @@ from lab.metadata.mla.prefill import plan_prefix_chunks, prepare_mla_prefill, pr
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
-from tests.metadata.noted import NotedCalls
+from tests.metadata.noted import NotedCalls, is_same
 from tests.metadata.served import HEADS, LAYER, MLA, RANK, REFERENCE, ROPE, Engine
 from tests.metadata.sglang import mla
 from tests.metadata.sglang.mha import Load, server_batch
@@ -294,7 +294,7 @@ def test_cute_dsls_calls_with_context_parallelism(sglang: Load, mode: ForwardMod
     for (_, ours), (_, other) in zip(noted.calls, theirs.calls, strict=True):
         other.pop("skip_softmax_threshold_scale_factor")
         for name, value in other.items():
-            assert torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value, name
+            assert is_same(ours[name], value), name
 
 
 def _with_lse(query: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -384,7 +384,7 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
     TRTLLMMLABackend(noted).prepare_attention(served.batch, metadata, layer, query, cache, out=out)()
     ((_, own),), (call,) = noted.calls, backend.calls
     assert own["query"].dtype == call["query"].dtype == data_type
-    assert torch.equal(own["query"].float(), call["query"].float())
+    assert is_same(own["query"], call["query"])
     sglang(mla.BACKEND).logger.warning_once = lambda *_: None  # which SGLang's own logging adds
     theirs = backend._compute_decode_bmm1_scale(SimpleNamespace(scaling=LAYER.softmax_scale, k_scale_float=0.5))
     assert own["bmm1_scale"] == theirs == LAYER.softmax_scale * (0.5 if counts else 1.0)
@@ -397,5 +397,4 @@ def test_a_prefills_e4m3_tensors(sglang: Load) -> None:
     ours = quantised_prefill(MLALayer(1.0), *sides)
     assert (k_scale, v_scale) == (1.0, 1.0)
     for own, other in zip(ours, theirs, strict=True):
-        assert own.dtype == other.dtype
-        assert torch.equal(own.float(), other.float())
+        assert is_same(own, other)
