@@ -287,7 +287,8 @@ class CaseRun:
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
             self.output = SavedTensor.of(result.out)  # before a kernel's timer can find the expected result
         truth = made(truth)
-        self._compared(what, kind, compare_output(result.out, truth, least_bound), result.call)
+        call = (result.call or self.called).with_values(truth)
+        self._compared(what, kind, compare_output(result.out, truth, least_bound), call)
         if result.lse is not None and result.out.shape == truth.expected.shape:
             self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 

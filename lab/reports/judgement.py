@@ -11,7 +11,7 @@ from typing import Any
 from lab.checks.explain.answer import SHOWN_CHARACTERS as SHOWN_REASON
 from lab.checks.explain.call_features import features_of_case
 from lab.checks.explain.diagnosis import CaseResult
-from lab.checks.explain.failure_rules import Literal
+from lab.checks.explain.literal import Literal
 from lab.checks.parameters.attention import is_mostly_declined
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.properties import checks_by_key

@@ -45,7 +45,8 @@ def _known() -> dict[str, Any]:
 
 def names_trigger(region: Region, name: str) -> bool:
     """Tell whether a region names the trigger of the mutant with that name."""
-    named = {*(literal.feature for literal in region.literals), f"held == '{region.held}'"}
+    named = {name for literal in region.literals for name in literal.features} | {f"held == '{region.held}'"}
+    named |= {f"{literal.feature} {literal.operator}" for literal in region.literals}
     concepts = _known()["concepts"]
     return any(
         not region.rule if not trigger else all(named & set(concepts[concept]) for concept in trigger)

@@ -17,9 +17,10 @@ from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests
+from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests, read_values
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
+from lab.references.errors import Truth
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from lab.workloads.inputs.guards import copied_together
 
@@ -50,6 +51,13 @@ class CallFeatures:
         of_requests = tuple({**own, **entries} for own, entries in zip(lengths.of_requests, selections, strict=False))
         return replace(lengths, features={**self.features, **of_case.features}, of_requests=of_requests)
 
+    def with_values(self, expected: Truth) -> "CallFeatures":
+        """Return these features, with those of each request's expected output and LSE."""
+        if len(expected.expected) != sum(self.q_lens) or len(self.of_requests) != len(self.q_lens):
+            return self
+        read = map(kept, read_values(expected, self.q_lens))
+        return replace(self, of_requests=tuple(map(operator.or_, self.of_requests, read)))
+
     @classmethod
     def of_lengths(
         cls,
@@ -62,15 +70,10 @@ class CallFeatures:
     ) -> "CallFeatures":
         """Return `features` plus those that follow from the lengths, such as `kv_len`. Without pages, `page_size` is `TILE`."""
         batch = read_batch(kv_lens, q_lens, page_size, window_left)
-        read = read_requests(kv_lens, q_lens, page_size, window_left, int(features.get("group", 0)))
+        read = read_requests(kv_lens, q_lens, page_size, window_left, features)
         selected = tuple(map(kept, selections)) or ({},) * len(q_lens)
         of_requests = tuple(kept(each | entries) for each, entries in zip(read, selected, strict=True))
         return cls({**features, **kept(batch)}, of_requests, tuple(q_lens), selected)
-
-
-def _read_shapes(sizes: Read) -> Read:
-    numbers = {name: sizes[name] or 0 for name in ("group", "num_kv_heads")}
-    return {f"{name}_no_power_of_2": number & (number - 1) > 0 for name, number in numbers.items()}
 
 
 def kept(read: Read) -> dict[str, Value]:
@@ -99,7 +102,7 @@ def features_of_case(case: Any) -> CallFeatures:
     model = getattr(case, "model", None)
     read = given | {"function": getattr(case, "interface", None)}
     read |= {name: getattr(case, name, getattr(model, name, given.get(name))) for name in OF_TENSORS}
-    read |= _read_shapes(read) | {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
+    read |= {"sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False)))}
     read |= _read_mode(given) | {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
@@ -174,7 +177,6 @@ def _read_call(
         "dtype": query.dtype,
         **sizes,
         "qk_rope_head_dim": arguments.get("qk_rope_head_dim"),
-        **_read_shapes(sizes),
         "padding_rows": padding_rows > 0,
         "padding_fills_bound": padding_rows > 0 and problem.num_rows == problem.batch_size * problem.max_q_len,
         "uneven_shares": share == int(share) > min(q_lens, default=math.inf),
@@ -207,13 +209,12 @@ def _read_call(
         read[f"{name}_tensor"] = isinstance(arguments.get(name), Tensor)
         read[f"{name}_negative"], read[f"{name}_large"] = scale < 0, abs(scale) > large
         read[f"{name}_small"] = abs(scale) < SMALL_SCALE
-    read["equal_bounds"] = problem.max_q_len == problem.max_kv_len
-    for name, lens in (("max_q_len", q_lens), ("max_kv_len", kv_lens)):
-        read[f"loose_{name}"] = getattr(problem, name) > max(lens, default=0)
+    read |= {name: getattr(problem, name) for name in ("max_q_len", "max_kv_len")}
     for name in ("query", "key", "value", "lse", "block_tables"):
         given = arguments.get(name)
         read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
         if name in ("query", "key", "value"):
+            read[f"{name}_stride"] = None if given is None else given.stride(0)
             read[f"{name}_heads_apart"] = (
                 given is not None and given.shape[-2] > 1 and given.stride(-2) != given.shape[-1]
             )
@@ -230,7 +231,7 @@ def _read_call(
 def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
     is_mla = interface is AttentionCall.MLA_DECODE
     k_cache, table, mask = problem.k_cache, problem.k_block_tables.cpu().flatten(0, -2), problem.mask
-    num_pages, num_kv_heads, page_size, _ = k_cache.shape
+    num_pages, _, page_size, _ = k_cache.shape
     read: Read = {
         "kv_dtype": k_cache.dtype,
         "kv_layout": "MLA" if is_mla else arguments.get("kv_layout", "HND"),
@@ -245,9 +246,9 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "one_factor_tensor": isinstance(arguments.get("kv_cache_sf"), Tensor),
         "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "one_table": len(table) > 1 and table.numel() > 0 and (table == table[0]).all(),
-        "page_size_is_num_kv_heads": "kv_cache" in arguments and not is_mla and page_size == num_kv_heads,
         "other_page_size": getattr(problem, "window_cache", k_cache).shape[2] != page_size,
         "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
+        "page_elements": page_size * problem.head_dim,
         "table_columns": table.shape[1],
         "table_beyond_bound": table.shape[1] > -(-problem.max_kv_len // page_size),
         "pool_pages": num_pages,
@@ -361,7 +362,7 @@ def features_of_call(
     if isinstance(problem, PagedAttention):
         page_size = problem.page_size
         pages = read_pages(problem, kv_lens, page_size)
-    bounds = [*read_bounds(problem, kv_lens, q_lens, arguments.get("num_elts_per_sage_attn_blk", (0, 0)))]
+    bounds = [*read_bounds(problem, kv_lens, q_lens)]
     of_requests = list(map(operator.or_, bounds, pages or [Read()] * len(q_lens)))
     read = _read_call(interface, arguments, problem, kv_lens, q_lens)
     read = {name: read[name] for name in FEATURES if name in read} | earlier

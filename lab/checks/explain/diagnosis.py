@@ -14,9 +14,10 @@ import numpy as np
 
 from lab.checks.explain.answer import state_between_calls
 from lab.checks.explain.call_features import features_of_case
-from lab.checks.explain.failure_rules import FEW, Rule, all_hold, find_rules, sharpened, supported
+from lab.checks.explain.failure_rules import FEW, find_rules, sharpened, supported
 from lab.checks.explain.feature import Bits, Features, Value, of_any_request
 from lab.checks.explain.features import feature_named
+from lab.checks.explain.literal import Rule, all_hold
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, RETURNED, CaseVerdict, CheckedResult, Outcome
 from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined
@@ -44,7 +45,11 @@ CALLS = ("arguments", "return")  # kinds of errors of calls that return no resul
 STAND_INS = ("output", "lists", "metadata")
 FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")  # kinds that no earlier kind can cause
 THE_CASE = "the case"  # name of a result if the single calls of the case are not known
-PLACES = ("request", "first_request", "last_request")  # features of a request that are not meaningful for a whole call
+# Features of a request that are not meaningful for a whole call
+PLACES = (
+    *("request", "first_request", "last_request", "previous_kv_len", "previous_q_len"),
+    *("work_items", "rows_so_far", "rows_before", "keys_before"),
+)
 MOST_SHARED = 5  # features in the sentence about what all wrong calls of a recording share
 MOST_SHOWN = 2  # regions of one kind in the sentence, besides the first region
 EXPLAINED = 0.9  # a kind gets no regions if this share of its wrong results lies in regions of earlier kinds
@@ -112,7 +117,7 @@ class Region:
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:
-        features = [literal.feature for literal in self.literals]
+        features = [name for literal in self.literals for name in literal.features]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
         record |= {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
         return record | {"sentence": self.sentence, "case": self.smallest.verdict.number}

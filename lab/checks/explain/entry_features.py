@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls import PagedAttention
 from lab.calls.dsv4_decode import WINDOW_COLUMNS, TwoPools
-from lab.checks.explain.feature import LOADED_COLUMNS, Read
+from lab.checks.explain.feature import Read
 from lab.checks.explain.features import COLUMN_BLOCKS, EMPTY_COLUMNS
 
 
@@ -38,14 +38,12 @@ def read_selections(problem: PagedAttention, columns: Tensor, kv_lens: Sequence[
             "unordered_entries": (is_entry & (selected[start:end] < highest)).any(),
             "repeated_entry": ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(),
             "entry_after_last": follows[start:end].any(),
-            "partial_columns": (num_columns % 16 > 0).any(),
-            "partial_tile": (num_columns % 64 > 0).any(),
             "columns_differ": (num_columns != num_columns[:1]).any(),
             "unused_first_columns": (given[start:end] >= 0)[:, :EMPTY_COLUMNS][~is_used[:, :EMPTY_COLUMNS]].any(),
             **{f"empty_block_of_{size}": _has_empty_block(is_entry, size) for size in COLUMN_BLOCKS},
-            "partial_load": (num_columns % LOADED_COLUMNS > 0).any(),
             "num_entries": int(counts.max()) if len(counts) else None,
             "fewest_columns": int(num_columns.min()) if len(counts) else None,
+            "most_columns": int(num_columns.max()) if len(counts) else None,
             "columns_after_row": (num_columns > keys_of_rows).any(),
             "no_window_entry": is_dsv4 and (~is_entry[:, :WINDOW_COLUMNS].any(1)).any(),
             "no_compressed_entry": is_dsv4 and (~is_entry[:, WINDOW_COLUMNS:].any(1)).any(),

@@ -1,6 +1,6 @@
 """Find the shortest rules over features that separate wrong results from right ones, by minimum description length.
 
-A feature is a named property, such as `q_len`. A literal is a test of one feature, such as `q_len >= 2`. A rule is a
+A literal is a test of a feature (a named property), such as `q_len >= 2` (`lab.checks.explain.literal`). A rule is a
 conjunction of at most three literals; right results inside can add two more. A unit is one request of a compared result, or a
 whole result; it is wrong or right.
 
@@ -13,13 +13,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lab.checks.explain.feature import HIDING, OPERATORS, SHOWING, Bits, Cost, Features, Value
-from lab.checks.explain.features import FEATURES, feature_named
+from lab.checks.explain.feature import HIDING, REMAINDERS, SHOWING, Bits, Cost, Features
+from lab.checks.explain.literal import FEATURE_BITS, Rule, all_hold, literals_of
 
 MOST_RULES = 4
 FEW = 4  # wrong results: a rule for fewer has only literals that they support
@@ -37,7 +36,6 @@ FAR_BETTER = 1 / 3  # most entropy of a rule that one literal does not replace, 
 # If nearly all units are wrong, a rule counts only if the probability that as many units outside of it are right by
 # chance is below 10 ** -SURE_DIGITS.
 SURE_DIGITS = 6.0
-FEATURE_BITS = 6.0  # cost of naming a feature
 SHOWN_RIGHT = 0.05  # a literal stays if it excludes this number of right results per wrong result inside the rule
 MOST_LITERALS = 5  # of a rule to which right cases inside add conditions
 VARIANT_BITS = 6.0  # evidence of a right variant of a wrong case for a condition that excludes it
@@ -46,36 +44,7 @@ HIDDEN = 0.2  # factor for the weight of right units with contents or parameter 
 MOST_UNITS = 4000  # of wrong units, and of right units, in the sample in which rules are searched
 
 
-@dataclass(frozen=True)
-class Literal:
-    """A test of one feature, such as `q_len >= 2`: the feature's name, a key of `OPERATORS`, and a value."""
-
-    feature: str
-    operator: str
-    value: Value = True
-
-    def __str__(self) -> str:
-        if self.operator in ("is", "is not"):
-            return self.feature if self.operator == "is" else f"not {self.feature}"
-        return f"{self.feature} {self.operator} {self.value!r}"
-
-    @property
-    def phrase(self) -> str:
-        return feature_named(self.feature).phrase(self.operator, self.value)
-
-    def holds(self, units: Sequence[Features]) -> Bits:
-        """Return for which units (requests or results) the test is true, bool [units]. `units` has their features."""
-        column = feature_named(self.feature).column([features.get(self.feature) for features in units])
-        return OPERATORS[self.operator](column, self.value)
-
-
-Rule = tuple[Literal, ...]
 Chosen = tuple[int, ...]  # a rule as indices into `_Search.literals`
-
-
-def all_hold(rule: Rule, units: Sequence[Features]) -> Bits:
-    """Return for which units (requests or results) all literals of a rule are true, bool [units]."""
-    return np.all([np.ones(len(units), dtype=bool), *(literal.holds(units) for literal in rule)], axis=0)
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
@@ -147,7 +116,8 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
 
     A literal is added if it holds for all wrong units that meet the rule, and if the right cases that it excludes are more bits
     of evidence than it costs. Right cases that differ little from a wrong case (`_variants`) are the most evidence. A literal
-    with another operator than "is" and ">=" must exclude such a case. `result_of`, int [units], has each unit's result.
+    with another operator than "is" and ">=" must exclude such a case, or test the remainder of a number that the rule names.
+    `result_of`, int [units], has each unit's result.
     """
     inside = np.flatnonzero(all_hold(rule, units))
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])
@@ -161,10 +131,13 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     varied = _variants({*values}, {values[at] for at in np.flatnonzero(is_wrong)})
     rights, variants = {*case[right]}, {case[at] for at in np.flatnonzero(right) if values[at] in varied}
     total, best, most = len({*case[is_wrong | right]}), rule, SURE_BITS
-    for literal, held, cost in zip(*_table(chosen), strict=True):
+    for literal, held, cost in zip(*literals_of(chosen), strict=True):
         excluded = rights - {*case[right & held]}
-        is_new = "=" not in literal.feature and literal.feature not in {each.feature for each in rule}
-        if is_new and held[is_wrong].all() and (excluded & variants or literal.operator in ("is", ">=")):
+        is_named = literal.feature in {each.feature for each in rule}
+        is_telling = literal.operator in (REMAINDERS if is_named else ("is", ">=")) or (
+            excluded & variants and not is_named
+        )
+        if "=" not in literal.feature and is_telling and held[is_wrong].all():
             gain = sum(math.log2((total - n) / (len(rights) - n)) for n in range(len(excluded))) - cost
             gain += VARIANT_BITS * len(excluded & variants)
             if gain > most and literal.holds(all_wrong).all():
@@ -209,7 +182,7 @@ class _Search:
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
-        self.literals, holds, self.costs = _table(units)
+        self.literals, holds, self.costs = literals_of(units)
         _, first, where = np.unique(np.packbits(holds, axis=0), axis=1, return_index=True, return_inverse=True)
         self.holds = holds[:, first]
         self.bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
@@ -327,7 +300,9 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     one = saved(table @ bad, table @ good, costs)
     best: Chosen = (int(one.argmax()),)
     gain = float(one.max())
-    two = saved((table * bad) @ table.T, (table * good) @ table.T, costs[:, None] + costs)
+    sides = [(table[:, weights > 0], weights[weights > 0]) for weights in (bad, good)]
+    inside_bad, inside_good = ((part * weights) @ part.T for part, weights in sides)
+    two = saved(inside_bad, inside_good, costs[:, None] + costs)
     two[np.tril_indices(len(two))] = -np.inf
     order = np.argsort(-two, axis=None, kind="stable")[:MOST_PAIRS]
     pairs = [divmod(int(at), len(two)) for at in order if np.isfinite(two.flat[at])]
@@ -335,10 +310,8 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
         best, gain = pairs[0], float(two[pairs[0]])
     if pairs:
         firsts, seconds = (np.array(side) for side in zip(*pairs, strict=True))
-        both = table[firsts] * table[seconds]
-        three = saved(
-            (both * bad) @ table.T, (both * good) @ table.T, (costs[firsts] + costs[seconds])[:, None] + costs
-        )
+        inside_bad, inside_good = ((part[firsts] * part[seconds] * weights) @ part.T for part, weights in sides)
+        three = saved(inside_bad, inside_good, (costs[firsts] + costs[seconds])[:, None] + costs)
         at = np.unravel_index(int(three.argmax()), three.shape)
         if three[at] > gain:
             best, gain = (*pairs[int(at[0])], int(at[1])), float(three[at])
@@ -348,24 +321,3 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 def _bits(bad: Any, good: Any) -> Any:
     total = np.maximum(bad + good, 1e-9)  # entropy of two counts: the sum of n log2(total / n)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
-
-
-def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return (literals that hold for some but not all units, the units for which they hold as bool [literals, units], costs in
-    bits). Of several literals that hold for the same units, the cheapest is kept, or of equally cheap ones the first in
-    `FEATURES`.
-    """
-    found: dict[bytes, tuple[float, Literal, Bits]] = {}
-    names = {name for features in units for name in features}
-    for name in [*filter(names.__contains__, FEATURES), *sorted(names - FEATURES.keys())]:
-        feature = feature_named(name)
-        column = feature.column([features.get(name) for features in units])
-        for operator, value, bits in feature.tests(column):
-            holds, cost = OPERATORS[operator](column, value), FEATURE_BITS + feature.cost + bits
-            key = np.packbits(holds).tobytes()
-            if holds.any() and not holds.all() and (key not in found or cost < found[key][0]):
-                found[key] = (cost, Literal(name, operator, value), holds)
-    if not found:
-        return [], np.zeros((0, len(units)), dtype=bool), np.zeros(0)
-    costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)
-    return list(literals), np.stack(columns), np.array(costs)

@@ -46,6 +46,15 @@ NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS, FEW = 12, 16
 UNEVEN = 0.01  # bits of a least number that is not the first above a power of 2
+DIVISORS = (4, 16, 32, 64, 128, 256)  # sizes of the blocks into which kernels divide what a number counts
+RELATION_BITS = 2.5  # of a test that compares a number with another number
+DIVISION_BITS = 3.0  # of a test that compares a number with the multiples of one of `DIVISORS`
+
+
+def _rest(column: Bits, divisor: Any) -> Bits:
+    return np.remainder(column, np.where(np.greater(divisor, 0), divisor, np.nan))
+
+
 # Each operator on an array of values. A missing value meets no test except "is not".
 OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
     "is": lambda column, value: column,
@@ -54,6 +63,24 @@ OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
     "!=": lambda column, value: (column != value) & (column != ""),
     ">=": np.greater_equal,
     "<=": np.less_equal,
+    ">": np.greater,
+    "<": np.less,
+    "differs": lambda column, value: (column < value) | (column > value),
+    "multiple": lambda column, value: (column > 0) & (_rest(column, value) == 0),
+    "no multiple": lambda column, value: _rest(column, value) > 0,
+    "after multiple": lambda column, value: (column > value) & (_rest(column, value) == 1),
+    "no power": lambda column, value: (column > value) & (np.frexp(column)[0] != 1 / value),
+}
+REMAINDERS = ("multiple", "no multiple", "after multiple")
+RELATIONS = {  # of a number to another number, or to a divisor: the test as a formula and in words
+    ">": ("{} > {}", "{} is larger than {}"),
+    "<": ("{} < {}", "{} is smaller than {}"),
+    "==": ("{} == {}", "{} is equal to {}"),
+    "differs": ("{} != {}", "{} differs from {}"),
+    "multiple": ("{} % {} == 0", "{} is a multiple of {}"),
+    "no multiple": ("{} % {} > 0", "{} is no multiple of {}"),
+    "after multiple": ("{} % {} == 1", "{} is 1 more than a multiple of {}"),
+    "no power": ("{} is no power of {}", "{} is no power of {}"),
 }
 _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
@@ -82,16 +109,31 @@ class Condition:
 
 @dataclass(frozen=True)
 class Number:
-    """A feature that is a number. In its text, "{}" stands for the number. `several` is the text for the test ">= 2". If
-    `is_divided`, kernels divide what is counted into blocks of a power of 2: 40 and 100 are separated by ">= 65", not ">= 100".
+    """A feature that is a number. In its text, "{}" stands for the number. Numbers are compared with each other if what they
+    count (`counts`) has a word in common. `several` is the text for the test ">= 2": by default, "{}" in "has {}" is replaced.
+
+    If `is_divided`, kernels divide what is counted into blocks of a power of 2: 40 and 100 are separated by ">= 65", not by
+    ">= 100". If `is_divisor`, other numbers are compared with its multiples.
     """
 
     text: str
     cost: Cost = Cost.ARGUMENT
+    counts: str = ""
     several: str = ""
     is_divided: bool = False
+    is_divisor: bool = False
+    # In a comparison. By default "a request's number of keys" for "a request has {} keys", and "x" for "x is {}".
+    noun: str = ""
+
+    def __post_init__(self) -> None:
+        owner, has, counted = self.text.partition(" has {} ")
+        noun = f"{owner}'s number of {counted}" if has else re.sub(r"( is| are)? \{\}.*", "", self.text)
+        object.__setattr__(self, "noun", self.noun or noun)
+        object.__setattr__(self, "several", self.several or (self.text.replace("{}", "several") if has else ""))
 
     def phrase(self, operator: str, value: Value) -> str:
+        if operator in RELATIONS and (operator != "==" or isinstance(value, str)):
+            return RELATIONS[operator][1].format(self.noun, value)
         if operator == ">=" and value == 2 and self.several:
             return self.several
         words = self.text.format(value) + {">=": " or more", "<=": " or less", "==": ""}[operator]
@@ -107,13 +149,31 @@ class Number:
         before = {step: least for least, step in itertools.pairwise(steps)} if self.is_divided else {}
         several = next((step for step in steps if 1 < step <= FEW), 2) if self.several else -1  # from here on: several
         for step in sorted({*first, *last}):
-            yield "==", step, cost + NEGATION_BITS / 2
-            if step in first:
+            if step <= FEW or len(steps) <= MOST_THRESHOLDS:
+                yield "==", step, cost + NEGATION_BITS / 2
+            if step in first and step > steps[0]:
                 number = _even(step - 1, before.get(step, step)) + 1
                 bits = cost + UNEVEN * ((number - 1) & (number - 2) > 0)
                 yield (">=", 2, 0.5) if step == several else (">=", number, bits)
-            if step in last:
+            if step in last and step < steps[-1]:
                 yield "<=", step, cost + NEGATION_BITS / 2
+
+    def divisions(self) -> Iterator[tuple[str, int, float]]:
+        """Yield (operator, divisor, cost in bits) of each test of a remainder that a failure rule may use."""
+        kinds = {*self.counts.split()}
+        if "heads" in kinds:
+            yield "no power", 2, DIVISION_BITS + self.cost
+        if (self.is_divided and self.cost < Cost.POSITION) or kinds & {"heads", "sizes"}:
+            bits = DIVISION_BITS + (self.cost if self.is_divided else Cost.DERIVED)
+            for operator, divisor in itertools.product(REMAINDERS[: 3 if self.is_divided else 2], DIVISORS):
+                yield operator, divisor, bits
+
+    def relations(self, other: "Number") -> Iterator[tuple[str, float]]:
+        """Yield (operator, cost in bits) of each comparison with another number that a failure rule may use."""
+        if {*self.counts.split()} & {*other.counts.split()}:
+            for operator in (">", "<", "==", "differs", *(REMAINDERS if other.is_divisor else ())):
+                bits = RELATION_BITS + NEGATION_BITS * (operator == "differs")
+                yield operator, bits + max(self.cost, other.cost)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ TILES, WINDOW_TILES, ROW_BLOCKS = (64, 128, 256, 512), (32, 64), (16, 64, 128)
 ROW_TILES = (32, 64, 128)  # keys that kernels hide from a row at a time
 COLUMN_BLOCKS = (32, 64)  # columns of selected entries that kernels skip at a time
 OF_SIZES = {  # features of a request for each of these sizes, written #
-    ("new_tile_of_#", "a request {has|does not have} 1 key more than a multiple of #"): TILES,
-    ("multiple_of_#_keys", "a request has {a|no} multiple of # keys"): TILES,
     ("hidden_tile_of_#", "{#|fewer than #} keys of a request are before its last row's window"): TILES,
     ("windows_in_tiles_of_#", "windows of a request's rows begin in {several tiles|one tile} of # keys"): WINDOW_TILES,
     ("rows_in_tiles_of_#", "a request's rows lie in {several tiles|one tile} of # keys"): ROW_TILES,
@@ -55,17 +53,28 @@ WATCHED = {
 
 FEATURES: dict[str, CaseFeature] = {
     # Of a request.
-    "kv_len": Number("a request has {} keys", Cost.VALUE, several="a request has several keys", is_divided=True),
-    "q_len": Number(
-        "a request has {} query rows", Cost.VALUE, several="a request has several query rows", is_divided=True
-    ),
-    "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
+    "kv_len": Number("a request has {} keys", Cost.VALUE, "keys tokens", is_divided=True),
+    "q_len": Number("a request has {} query rows", Cost.VALUE, "rows tokens heads", is_divided=True),
+    "pages": Number("a request has {} pages", Cost.DERIVED, "pages"),
+    **{
+        f"previous_{name}": Number(
+            f"the number of {text} of the request before a request is {{}}",
+            Cost.DERIVED,
+            kind,
+            noun=f"the number of {text} of the request before it",
+        )
+        for name, text, kind in (("kv_len", "keys", "keys"), ("q_len", "rows", "rows"))
+    },
+    "first_kv_len": Number("the first request's number of keys is {}", Cost.DERIVED, "keys"),
+    "first_pages": Number("the first request's number of pages is {}", Cost.DERIVED, "pages"),
+    "rows_so_far": Number("the number of rows up to a request's last one is {}", Cost.POSITION, is_divided=True),
+    "rows_before": Number("the number of rows of earlier requests is {}", Cost.POSITION, is_divided=True),
+    "keys_before": Number("the number of keys of earlier requests is {}", Cost.POSITION, is_divided=True),
+    "prefix_len": Number("the number of keys before a request's rows is {}", Cost.DERIVED, "prefix", is_divided=True),
     "request": Number("a request's place in the batch, counted from 1, is {}", Cost.VALUE),
     "first_request": Condition("a request is {|not }the batch's first", Cost.DERIVED),
     "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
     "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
-    "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
-    "new_page": Condition("a request {has|does not have} one token in the last of several pages", Cost.VALUE),
     **{
         name.replace("#", str(size)): Condition(text.replace("#", str(size)), Cost.POSITION)
         for (name, text), sizes in OF_SIZES.items()
@@ -77,36 +86,23 @@ FEATURES: dict[str, CaseFeature] = {
     "rows_before_keys": Condition("{rows|no rows} of a request with keys are before its first key", Cost.VALUE),
     "no_prefix": Condition("a request has {no |}keys before its rows", Cost.VALUE),
     "prefix": Condition("a request with rows has {|no }keys before them", Cost.VALUE),
-    "rows_in_page": Condition("a request's rows {|do not }begin within a page", Cost.DERIVED),
     "rows_reach_page": Condition("a request's rows {|do not }reach a page after those of its prefix", Cost.DERIVED),
     "rows_in_pages": Condition("a request's rows lie in {several pages|one page}", Cost.DERIVED),
-    "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
-    "multiple_of_16_rows": Condition("a request has {a|no} multiple of 16 query rows", Cost.DERIVED),
-    "fewer_rows": Condition("a request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_fewer_rows": Condition("an earlier request has {fewer|no fewer} query rows than another", Cost.DERIVED),
     "after_unread_keys": Condition("the request before a request has {keys but no|no keys or} query rows", Cost.VALUE),
     "after_no_rows": Condition("{an|no} earlier request has no query rows", Cost.VALUE),
-    "after_inner_no_rows": Condition(
-        "{a|no} request without query rows is between the first and a later one", Cost.VALUE
-    ),
+    "after_inner_no_rows": Condition("{a|no} request without rows is between the first and a later one", Cost.VALUE),
     "fewer_rows_than_bound": Condition("a request has {fewer|no fewer} query rows than the bound of rows", Cost.VALUE),
-    "no_key_seen": Condition("a row of a request sees {no|a} key", Cost.VALUE),
     "at_kv_bound": Condition("a request is {|not }as long as the bound of keys", Cost.VALUE),
-    "at_table_end": Condition("a request's pages {|do not }fill its row of the page table", Cost.VALUE),
+    "no_key_seen": Condition("a row of a request sees {no|a} key", Cost.VALUE),
     "table_row_apart": Condition(
         f"a request's row of the page table begins at {{no|a}} multiple of {LOADED_COLUMNS} elements", Cost.DERIVED
     ),
-    **{
-        f"{name}_in_block": Condition(
-            f"the number of {name} before a request is {{no|a}} multiple of a block's", Cost.VALUE
-        )
-        for name in ("rows", "keys")
-    },
-    "shorter": Condition("a request is {|not }shorter than another", Cost.DERIVED),
+    "rows_in_block": Condition("the number of rows before a request is {no|a} multiple of a block's", Cost.VALUE),
+    "keys_in_block": Condition("the number of keys before a request is {no|a} multiple of a block's", Cost.VALUE),
     "fewer_tiles": Condition("a request has {fewer|no fewer} tiles of 64 keys than another", Cost.DERIVED),
-    "packed_rows": Number(
-        "a request's query rows times query heads per K/V head are {}", Cost.DERIVED, is_divided=True
-    ),
+    "packed_rows": Number("a request's rows times query heads per K/V head are {}", Cost.DERIVED, is_divided=True),
+    "work_items": Number("a request's place in the batch times num_kv_heads is {}", Cost.DERIVED),
     "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
     "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
     "hidden_tile": Condition("{64|fewer than 64} keys of a request are before all its windows", Cost.POSITION),
@@ -115,12 +111,14 @@ FEATURES: dict[str, CaseFeature] = {
     "first_window_with_page": Condition("{the|no} window of a request's first row begins with a page", Cost.POSITION),
     "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
     "window_at_page_end": Condition("{a|no} window begins with the last token of a page", Cost.POSITION),
-    "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
-    "after_longer": Condition("a request is {|not }shorter than the one before it", Cost.DERIVED),
     "after_shorter": Condition("{an|no} earlier request is shorter than a request", Cost.DERIVED),
     "after_empty": Condition("{an|no} earlier request has no rows or no keys", Cost.DERIVED),
     "after_no_keys": Condition("the request before a request has {no |}keys", Cost.DERIVED),
     "before_no_keys": Condition("the request after a request has {no |}keys", Cost.DERIVED),
+    "repeated_page": Condition("{a|no} page is several times in a request's row of the page table", Cost.VALUE),
+    "shared_page": Condition("a request has {a|no} page of an earlier request", Cost.VALUE),
+    "consecutive_pages": Condition("{two|no two} neighbouring pages of a request have consecutive ids", Cost.DERIVED),
+    "unordered_pages": Condition("the page ids of a request are {not |}in ascending order", Cost.DERIVED),
     "largest_page": Number("a request's largest page id is {}", Cost.DERIVED),
     "no_window_entry": Condition("a row selects {no|an} entry of recent tokens", Cost.VALUE),
     "no_compressed_entry": Condition("a row selects {no|a} compressed entry", Cost.VALUE),
@@ -133,29 +131,39 @@ FEATURES: dict[str, CaseFeature] = {
     "unordered_entries": Condition("the entries of a request's row are {not |}in ascending order", Cost.VALUE),
     "repeated_entry": Condition("{an|no} entry is in several columns of a request's row", Cost.VALUE),
     "entry_after_last": Condition("{an|no} entry follows the last column that a request's row uses", Cost.VALUE),
-    "partial_load": Condition(f"a request's row uses {{no|a}} multiple of {LOADED_COLUMNS} columns", Cost.DERIVED),
-    "partial_columns": Condition("a request's row uses {no|a} multiple of 16 columns", Cost.DERIVED),
-    "partial_tile": Condition("a request's row uses {no|a} multiple of 64 columns", Cost.DERIVED),
     "columns_differ": Condition("rows of a request use {different numbers|one number} of columns", Cost.VALUE),
     "unused_first_columns": Condition(
         f"{{an|no}} entry in the first {EMPTY_COLUMNS} columns of a row is not used", Cost.VALUE
     ),
-    "num_entries": Number("a row of a request reads {} entries", Cost.DERIVED, is_divided=True),
-    "fewest_columns": Number("a row of a request uses {} columns", Cost.VALUE),
+    "num_entries": Number("the number of entries that a row reads is {}", Cost.DERIVED, "columns", is_divided=True),
+    "fewest_columns": Number(
+        "the smallest number of columns of a request's rows is {}", Cost.VALUE, "columns", is_divided=True
+    ),
+    "most_columns": Number(
+        "the largest number of columns of a request's rows is {}", Cost.VALUE, "columns", is_divided=True
+    ),
     "columns_after_row": Condition("a row of a request uses {more|no more} columns than it has keys", Cost.VALUE),
     "other_lens_at_request": Condition("a row's sparse_topk_lens {is not|is} that at its request's index", Cost.VALUE),
     "entry_past_window_pool": Condition(
         "a compressed index is {at least|below} the number of entries of the other pool", Cost.VALUE
     ),
     "entry_past_window_page": Condition("a compressed index is {at least|below} the other page size", Cost.VALUE),
+    "largest_output": Number("the largest absolute value of a request's output is {}", Cost.POSITION, is_divided=True),
+    "lse_above_zero": Number("an LSE of a request lies above zero by {}", Cost.POSITION, is_divided=True),
+    "lse_below_zero": Number("an LSE of a request lies below zero by {}", Cost.POSITION, is_divided=True),
     # Of a batch.
-    "page_size": Number("page_size is {}", Cost.VALUE, several="pages have several tokens"),
+    "page_size": Number(
+        "page_size is {}", Cost.VALUE, "tokens prefix heads", "pages have several tokens", is_divisor=True
+    ),
+    "page_elements": Number("page_size times head_dim is {}", Cost.DERIVED, is_divided=True),
     "has_window": Condition("{a|no} window is set"),
-    "window_left": Number("window_left is {}", Cost.VALUE),
-    "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
-    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED, is_divided=True),
-    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE, is_divided=True),
-    "no_more_rows_than_requests": Condition("a batch has {no more|more} query rows than requests", Cost.DERIVED),
+    "window_left": Number("window_left is {}", Cost.VALUE, "tokens"),
+    "requests": Number("a batch has {} requests", Cost.VALUE, "batch", is_divisor=True),
+    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED, "batch", is_divided=True),
+    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE, "keys", is_divided=True),
+    "most_q_len": Number("the largest number of rows of a request is {}", Cost.DERIVED, "rows", is_divided=True),
+    "max_q_len": Number("the bound of rows is {}", Cost.DERIVED, "rows bounds"),
+    "max_kv_len": Number("the bound of keys is {}", Cost.DERIVED, "keys bounds"),
     "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
     "mixed_prefixes": Condition("{some, but not all|all or no} requests have keys before their rows", Cost.VALUE),
     "first_no_prefix": Condition("the first request has {no |}keys before its rows", Cost.VALUE),
@@ -171,14 +179,12 @@ FEATURES: dict[str, CaseFeature] = {
     "kv_dtype": Choice("the cache's dtype", Cost.VALUE),
     "dtype": Choice("the query's dtype", Cost.VALUE),
     "kv_layout": Choice("the cache's layout", Cost.VALUE),
-    "head_dim": Number("head_dim is {}", Cost.VALUE),
-    "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
-    "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.VALUE),
-    "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
-    "num_kv_heads_no_power_of_2": Condition(f"num_kv_heads is {POWER_OF_2}", Cost.VALUE),
-    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED, several="there are several query heads"),
-    "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
-    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),
+    "head_dim": Number("head_dim is {}", Cost.VALUE, "sizes"),
+    "v_head_dim": Number("v_head_dim is {}", Cost.VALUE, "sizes"),
+    "qk_rope_head_dim": Number("qk_rope_head_dim is {}", Cost.VALUE, "sizes"),
+    "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, "heads", "there are several K/V heads"),
+    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED, "heads", "there are several query heads"),
+    "group": Number("the number of query heads per K/V head is {}", Cost.VALUE, "heads"),
     "sinks": Condition("{sinks|no sinks} are given"),
     # Of a call.
     "mask": Condition("{a|no} draft mask is given"),
@@ -211,7 +217,7 @@ FEATURES: dict[str, CaseFeature] = {
     "skip_softmax": Condition("parts of the softmax {may|may not} be left out", Cost.VALUE),
     "block_scales": Condition("blocks of rows and of keys have {scales|no scales} (sage_attn_sfs)"),
     "rank": Number("cp_rank is {}", Cost.VALUE),
-    "ranks": Number("cp_world is {}", Cost.VALUE),
+    "ranks": Number("cp_world is {}", Cost.VALUE, "heads"),
     "rank_keys": Condition("the keys are {one rank's|all keys}"),
     "unseen_keys": Condition("{a|no} row sees none of its request's keys on this rank", Cost.VALUE),
     "o_scale_not_1": Condition("the output is e4m3 and o_scale is {not |}1"),
@@ -219,7 +225,7 @@ FEATURES: dict[str, CaseFeature] = {
     "transform_mode": Choice("bf16q_fp8kv_transform_mode"),
     "cute_dsl_impl": Choice("cute_dsl_impl"),
     **{f"{name}_given": Condition(f"{name} is {{|not }}given") for name in GIVEN},
-    "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE),
+    "top_k": Number("sparse_mla_top_k is {}", Cost.VALUE, "columns"),
     "selects_entries": Condition("rows select {entries|no entries}"),
     "top_k_lens": Condition("sparse_mla_top_k_lens is {|not }given"),
     "first_slot": Condition("the pool's first slot is {|not }selected", Cost.VALUE),
@@ -230,8 +236,8 @@ FEATURES: dict[str, CaseFeature] = {
     "other_out_dtype": Condition("the output's dtype is {not |}the query's", Cost.POSITION),
     "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
     "lse_of_three_axes": Condition("the given lse has {three|two} axes", Cost.VALUE),
-    "sage_rows": Number("the rows of a block with one scale are {}", Cost.VALUE),
-    "sage_keys": Number("the keys of a block with one scale are {}", Cost.VALUE),
+    "sage_rows": Number("the number of rows of a block with one scale is {}", Cost.VALUE),
+    "sage_keys": Number("the number of keys of a block with one scale is {}", Cost.VALUE),
     "host_lengths": Choice("the dtype of the lengths on the host"),
     "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
     "separate_tables": Condition("V has {a|no} page table of its own"),
@@ -262,16 +268,16 @@ FEATURES: dict[str, CaseFeature] = {
     "one_factor_tensor": Condition("kv_cache_sf is {one tensor|two tensors}", Cost.VALUE),
     "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
     "one_table": Condition("all requests {|do not }have the same pages", Cost.VALUE),
-    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
-    "equal_bounds": Condition("the bounds of rows and of keys are {equal|different}", Cost.VALUE),
     "other_page_size": Condition("the two pools have {different page sizes|one page size}", Cost.VALUE),
-    "loose_max_q_len": Condition("the bound of rows is {|not }larger than the most rows of a request", Cost.VALUE),
-    "loose_max_kv_len": Condition("the bound of keys is {|not }larger than the most keys of a request", Cost.VALUE),
     "table_beyond_bound": Condition(
         "the page table has {more|no more} columns than the bound of keys needs", Cost.VALUE
     ),
-    "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED),
-    "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED),
+    "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED, "pages"),
+    "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED, "pages"),
+    **{
+        f"{name}_stride": Number(f"the stride between {text} is {{}}", Cost.DERIVED, "strides")
+        for name, text in (("query", "query rows"), ("key", "keys"), ("value", "values"))
+    },
     "pool_elements": Number("the number of elements in the pool is {}", Cost.SETTING),
     "used_scratch": Condition("the workspace's scratch is {not |}zero", Cost.DERIVED),
     # Of the fields of a case, where their names are not those of features of a call.

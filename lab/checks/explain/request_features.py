@@ -1,21 +1,27 @@
 """Read the features of each request and of the batch: from the lengths, such as `kv_len`, and from the arguments of a call."""
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from lab.calls import PagedAttention, Problem
 from lab.checks.explain.entry_features import read_selections
-from lab.checks.explain.feature import LOADED_COLUMNS, Read
+from lab.checks.explain.feature import LOADED_COLUMNS, Features, Read
 from lab.checks.explain.features import ROW_BLOCKS, ROW_TILES, TILES, WINDOW_TILES
+from lab.references.errors import Truth
 
+MOST_VALUE = 2**30  # to which values of an output are limited
 TILE = 64  # keys that many kernels load at a time
 
 
 def read_requests(
-    kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int, group: int
+    kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int, sizes: Features
 ) -> list[Read]:
-    of_rows = zip(q_lens, read_earlier(kv_lens, q_lens, group), strict=True)
+    """Return each request's features. `sizes` has the features of the call, such as "group"."""
+    of_rows = zip(q_lens, read_earlier(kv_lens, q_lens, sizes), strict=True)
     return [read_request(at, kv_lens, q_len, page_size, window_left) | read for at, (q_len, read) in enumerate(of_rows)]
 
 
@@ -31,26 +37,21 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "num_entries": kv_len,  # unless the rows select entries
         "q_len": q_len,
         "pages": -(-kv_len // page_size),
+        "prefix_len": first_row,
+        "previous_kv_len": kv_lens[request - 1] if request else None,
         "request": request + 1,
         "first_request": request == 0,
         "last_request": request == len(kv_lens) - 1,
         "partial_page": kv_len % page_size > 0,
-        "full_page": kv_len > 0 and kv_len % page_size == 0,
-        "new_page": kv_len > 1 and kv_len % page_size == 1,
-        **{f"multiple_of_{keys}_keys": kv_len > 0 and kv_len % keys == 0 for keys in TILES},
-        **{f"new_tile_of_{keys}": kv_len > 1 and kv_len % keys == 1 for keys in TILES},
         "no_keys": kv_len == 0,
         "no_rows": q_len == 0,
         "fewer_keys": kv_len < q_len,
         "rows_before_keys": 0 < kv_len < q_len,
         "no_prefix": kv_len == q_len,
         "prefix": kv_len > q_len > 0,
-        "rows_in_page": q_len > 0 and first_row % page_size > 0,
         "rows_reach_page": first_row > 0 and -(-kv_len // page_size) > -(-first_row // page_size),
         "rows_in_pages": q_len > 0 and first_row // page_size < (kv_len - 1) // page_size,
         **{f"rows_in_tiles_of_{keys}": q_len > 0 and first_row // keys < (kv_len - 1) // keys for keys in ROW_TILES},
-        "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
-        "multiple_of_16_rows": q_len > 0 and q_len % 16 == 0,
         "hidden_keys": last_seen > 0,
         "hidden_page": first_seen >= page_size,
         "hidden_tile": first_seen >= TILE,
@@ -61,33 +62,40 @@ def read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: in
         "window_at_page_end": first_seen > 0 and (first_seen + 1) % page_size == 0,
         "first_window_with_page": first_seen > 0 and first_seen % page_size == 0,
         "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
-        "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
-        "after_longer": request > 0 and kv_lens[request - 1] > kv_len,
         "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
         "before_no_keys": 0 in kv_lens[request + 1 : request + 2],
     }
 
 
-def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], group: int) -> Iterator[Read]:
-    """Yield each request's features that compare it with its batch. `group`: query heads per K/V head, 0 if it is unknown."""
+def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], sizes: Features) -> Iterator[Read]:
+    """Yield each request's features that compare it with its batch."""
+    names = ("group", "num_kv_heads", "sage_rows", "sage_keys")
+    group, num_kv_heads, block_rows, block_keys = (int(sizes.get(name, 0)) for name in names)
     most, fewest_rows, fewest_keys = max(q_lens, default=0), math.inf, math.inf  # the fewest of earlier requests
+    rows, keys = 0, 0
     longest, num_rows, blocks = max(kv_lens, default=0), sum(q_lens), dict.fromkeys(ROW_BLOCKS, 0)
     for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         blocks = {rows: count + -(-q_len // rows) for rows, count in blocks.items()}
         yield {
             "packed_rows": q_len * group if group else None,
-            "fewer_rows": q_len < most,
+            "work_items": (request + 1) * num_kv_heads or None,
+            "rows_so_far": rows + q_len,
+            "rows_before": rows,
+            "keys_before": keys,
+            "rows_in_block": block_rows > 0 and rows % block_rows > 0,
+            "keys_in_block": block_keys > 0 and keys % block_keys > 0,
+            "previous_q_len": q_lens[request - 1] if request else None,
             "after_fewer_rows": fewest_rows < most,
             "after_no_rows": fewest_rows == 0,
             "after_inner_no_rows": 0 in q_lens[1:request],
             "after_unread_keys": request > 0 and kv_lens[request - 1] > q_lens[request - 1] == 0,
             "after_shorter": fewest_keys < kv_len,
             "after_empty": 0 in (fewest_rows, fewest_keys),
-            "shorter": kv_len < longest,
             "fewer_tiles": -(-kv_len // TILE) < -(-longest // TILE),
             **{f"late_block_of_{rows}": q_len > 0 and count > -(-num_rows // rows) for rows, count in blocks.items()},
         }
-        fewest_rows, fewest_keys = min(fewest_rows, q_len), min(fewest_keys, kv_len)
+        fewest_rows, fewest_keys, keys = min(fewest_rows, q_len), min(fewest_keys, kv_len), keys + kv_len
+        rows += q_len
 
 
 def read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
@@ -98,7 +106,9 @@ def read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, wi
         "requests": len(kv_lens),
         "rows_of_batch": sum(q_lens),
         "longest_kv_len": max(kv_lens, default=0),
-        "no_more_rows_than_requests": sum(q_lens) <= len(q_lens),
+        "most_q_len": max(q_lens, default=0),
+        "first_kv_len": kv_lens[0] if kv_lens else None,
+        "first_pages": -(-kv_lens[0] // page_size) if kv_lens else None,
         "mixed_prefixes": len(set(map(operator.gt, kv_lens, q_lens))) > 1,
         "unequal_q_lens": len(set(q_lens)) > 1,
         "first_no_prefix": len(kv_lens) > 0 and kv_lens[0] == q_lens[0],
@@ -111,11 +121,9 @@ def read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, wi
     }
 
 
-def read_bounds(
-    problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int], block_sizes: Sequence[int]
-) -> Iterator[Read]:
-    """Yield for each request the features of its place in a call. `block_sizes`: rows, keys of a block with one scale, or 0."""
-    visible, first_row, first_key = getattr(problem, "num_visible", None), 0, 0
+def read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int]) -> Iterator[Read]:
+    """Yield for each request the features that compare it with the call's bounds, and whether its rows see keys."""
+    visible, first_row = getattr(problem, "num_visible", None), 0
     for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
         is_unseen = visible is not None and bool((visible[first_row : first_row + q_len] == 0).any())
         yield {
@@ -123,14 +131,19 @@ def read_bounds(
             "fewer_rows_than_bound": 0 < q_len < problem.max_q_len,
             "unseen_keys": kv_len > 0 and is_unseen,
             "no_key_seen": is_unseen or kv_len == 0 < q_len or (problem.causal and kv_len < q_len),
-            **{
-                name: size > 0 and first % size > 0
-                for name, first, size in zip(
-                    ("rows_in_block", "keys_in_block"), (first_row, first_key), block_sizes, strict=False
-                )
-            },
         }
-        first_row, first_key = first_row + q_len, first_key + kv_len
+        first_row += q_len
+
+
+def read_values(truth: Truth, q_lens: Sequence[int]) -> Iterator[Read]:
+    """Yield for each request the features of its expected output, and of its LSE in base 2."""
+    largest, lse = truth.expected.abs().flatten(1).amax(dim=1), truth.lse_log2.nan_to_num(neginf=0.0)
+    of_rows = (
+        torch.stack([largest, lse.amax(dim=1), -lse.amin(dim=1)]).nan_to_num().clamp(0, MOST_VALUE).ceil().int().cpu()
+    )
+    for rows in of_rows.split(list(q_lens), dim=1):
+        names = ("largest_output", "lse_above_zero", "lse_below_zero")
+        yield dict(zip(names, rows.amax(dim=1).tolist(), strict=True)) if rows.numel() else {}
 
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:
@@ -143,9 +156,18 @@ def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) 
         return []
     tables = problem.k_block_tables.tolist()
     used = [row[: -(-kv_len // page_size)] for row, kv_len in zip(tables, kv_lens, strict=True)]
-    width, stride = problem.k_block_tables.shape[-1], problem.k_block_tables.stride(0)
-    return [
-        {"largest_page": max(pages, default=None), "at_table_end": len(pages) == width}
-        | {"table_row_apart": request * stride % LOADED_COLUMNS > 0}
-        for request, pages in enumerate(used)
-    ]
+    stride = problem.k_block_tables.stride(0)
+    found, earlier = list[Read](), set[int]()
+    for request, pages in enumerate(used):
+        found.append(
+            {
+                "largest_page": max(pages, default=None),
+                "repeated_page": len({*pages}) < len(pages),
+                "shared_page": not earlier.isdisjoint(pages),
+                "unordered_pages": pages != sorted(pages),
+                "consecutive_pages": any(page + 1 == after for page, after in itertools.pairwise(pages)),
+                "table_row_apart": request * stride % LOADED_COLUMNS > 0,
+            }
+        )
+        earlier |= {*pages}
+    return found

@@ -11,9 +11,9 @@ from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
-from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _units, diagnose
-from lab.checks.explain.failure_rules import Literal
+from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _features_of, _units, diagnose
 from lab.checks.explain.features import feature_named
+from lab.checks.explain.literal import Literal
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from lab.recorded.case import RecordedCase
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
@@ -68,6 +68,23 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
     assert record["regions"][0]["case"] == 1
     assert record["regions"][0]["sentence"] == "The output is wrong wherever a request has several query rows"
     assert found.follows == ("K1 of decode: no further error, because the first call of each wrong case is wrong",)
+
+
+def test_what_is_before_a_request_is_no_feature_of_a_whole_call() -> None:
+    case = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
+    judged = Judged(Outcome.RIGHT, judged=1)
+    found = _features_of(CaseVerdict("somebody", "K1", AttentionCall.DECODE, case, "cpu", judged))
+    assert (found["kv_len"], found["requests"]) == (33, 2)
+    names = {"request", "previous_kv_len", "previous_q_len", "work_items", "rows_so_far", "rows_before", "keys_before"}
+    assert not names & found.keys()
+
+
+def test_a_region_records_both_numbers_that_its_rule_compares() -> None:
+    case = verdict(0, result(1, wrong=True))
+    literals = (Literal("kv_len", ">", "window_left"), Literal("sinks", "is"))
+    region = Region(literals, "output", 1, 1, 0, 0, CaseResult(case, result(1, wrong=True)))
+    assert region.as_record()["features"] == ["kv_len", "window_left", "sinks"]
+    assert region.words == "a request's number of keys is larger than window_left and sinks are given"
 
 
 def test_checks_without_further_errors_are_in_order_of_their_numbers_or_names() -> None:
@@ -342,7 +359,11 @@ def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
         assert alternatives
         assert {concept for trigger in alternatives for concept in trigger} <= set(known["concepts"])
     for names in known["concepts"].values():
-        assert all(name.startswith("held == ") or feature_named(name) for name in names)
+        assert all(
+            name.startswith("held == ")
+            or feature_named(name if "=" in name[1:] and " " not in name else name.split()[0])
+            for name in names
+        )
 
 
 def test_a_measured_record_says_which_region_names_the_trigger() -> None:

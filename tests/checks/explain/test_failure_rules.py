@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from lab.checks.explain import failure_rules
-from lab.checks.explain.failure_rules import MOST_RULES, Literal, find_rules, sampled, sharpened, supported
+from lab.checks.explain.failure_rules import MOST_RULES, find_rules, sampled, sharpened, supported
 from lab.checks.explain.feature import Cost
+from lab.checks.explain.literal import Literal, literals_of
 
 
 def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], Any]:
@@ -145,7 +146,7 @@ def rules_of(counts: dict[str, tuple[int, int]], *, is_one_case: bool = False) -
     "names",
     [
         # From what a reader understands easily to what only the lab sees.
-        "has_window hidden_keys full_page window_in_page virtual_slots",
+        "has_window hidden_keys after_empty window_in_page virtual_slots",
         # Of equally easy ones, the first of the tables.
         "no_keys no_rows all_no_keys one_first_page",
     ],
@@ -463,3 +464,59 @@ def test_right_results_whose_data_hides_errors_add_no_condition() -> None:
 
     assert {*rule()} == {"sinks", "mask", "not has_window"}
     assert {*rule(**{"bmm1_size=16.0": True})} == {"sinks", "mask"}
+
+
+NUMBERS = [{"kv_len": kv_len, "page_size": page_size} for kv_len, page_size in ((0, 16), (16, 16), (33, 16), (32, 64))]
+
+
+@pytest.mark.parametrize(
+    ("literal", "formula", "held"),
+    [
+        (Literal("kv_len", ">", "page_size"), "kv_len > page_size", [False, False, True, False]),
+        (Literal("kv_len", "<", "page_size"), "kv_len < page_size", [True, False, False, True]),
+        (Literal("kv_len", "==", "page_size"), "kv_len == page_size", [False, True, False, False]),
+        (Literal("kv_len", "differs", "page_size"), "kv_len != page_size", [True, False, True, True]),
+        (Literal("kv_len", "multiple", "page_size"), "kv_len % page_size == 0", [False, True, False, False]),
+        (Literal("kv_len", "no multiple", "page_size"), "kv_len % page_size > 0", [False, False, True, True]),
+        (Literal("kv_len", "after multiple", "page_size"), "kv_len % page_size == 1", [False, False, True, False]),
+        (Literal("kv_len", "multiple", 32), "kv_len % 32 == 0", [False, False, False, True]),
+        (Literal("kv_len", "no multiple", 32), "kv_len % 32 > 0", [False, True, True, False]),
+        (Literal("kv_len", "after multiple", 32), "kv_len % 32 == 1", [False, False, True, False]),
+        (Literal("kv_len", "no power", 2), "kv_len is no power of 2", [False, False, True, False]),
+    ],
+)
+def test_a_number_is_compared_with_another_number_or_a_divisor(
+    literal: Literal, formula: str, held: list[bool]
+) -> None:
+    assert str(literal) == formula
+    assert literal.holds([*NUMBERS, {}]).tolist() == [*held, False]
+    assert literal.features == (("kv_len", "page_size") if "page" in formula else ("kv_len",))
+
+
+def test_a_rule_may_compare_two_numbers_that_count_the_same() -> None:
+    units = [
+        {"kv_len": n, "window_left": w, "head_dim": 64, "page_size": p}
+        for n in (20, 50, 90)
+        for w in (16, 40, 64)
+        for p in (8, 64)
+    ]
+    wrong = np.array([each["window_left"] % each["page_size"] == 0 for each in units])
+    assert [str(each) for each in find_rules(units * 4, np.tile(wrong, 4), range(72))[0]] == [
+        "window_left % page_size == 0"
+    ]
+    wrong = np.array([each["kv_len"] > each["window_left"] for each in units])
+    assert [str(each) for each in find_rules(units * 4, np.tile(wrong, 4), range(72))[0]] == ["kv_len > window_left"]
+    names = {(each.feature, each.value) for each in literals_of(units)[0] if each.other}
+    assert ("kv_len", "window_left") in names
+    assert not any("head_dim" in pair for pair in names)
+
+
+def test_a_rule_may_name_the_remainder_of_a_number_that_it_limits() -> None:
+    units = [{"packed_rows": rows} for rows in (40, 64, 65, 70, 96, 128, 160, 150, 192, 256)] * 3
+    wrong = np.array([each["packed_rows"] > 64 and each["packed_rows"] % 64 > 0 for each in units])
+    cases = np.arange(len(units))
+    rule = (Literal("packed_rows", ">=", 65),)
+    assert [str(each) for each in sharpened(rule, units, wrong, cases, cases)] == [
+        "packed_rows >= 65",
+        "packed_rows % 64 > 0",
+    ]

@@ -9,16 +9,32 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase
 from lab.checks.case_run import CaseRun
 from lab.checks.explain import call_features as reading
 from lab.checks.explain.call_features import TILE, CallFeatures, CallLog, features_of_call, features_of_case, kept
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number, of_any_request
+from lab.checks.explain.feature import (
+    RELATIONS,
+    REMAINDERS,
+    CaseFeature,
+    Choice,
+    Condition,
+    Cost,
+    Number,
+    of_any_request,
+)
 from lab.checks.explain.features import FEATURES, UnknownFeatureError, feature_named
-from lab.checks.explain.request_features import read_batch, read_bounds, read_earlier, read_pages, read_request
+from lab.checks.explain.request_features import (
+    read_batch,
+    read_bounds,
+    read_earlier,
+    read_pages,
+    read_request,
+    read_values,
+)
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.metadata import MetadataCase
 from lab.checks.parameters.models import Configuration
@@ -29,6 +45,7 @@ from lab.checks.run.judging import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.ranges import Ranges
+from lab.references.errors import Truth
 from lab.workloads.attention_case import Contents, HeadPages
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from tests.cases import latent_batch, mla_arguments, ragged_arguments, ragged_batch, sparse_arguments
@@ -72,21 +89,23 @@ def named(text: str) -> dict[str, Any]:
             DECODE,
             "function=decode dtype=bf16 kv_dtype=bf16 kv_layout=HND head_dim=64 v_head_dim=64 num_kv_heads=2 num_qo_heads=4 "
             "group=2 out_dtype=bf16 table_columns=6 pool_pages=14 pool_elements=28672 calls_before=0 page_size=16 "
-            "requests=2 rows_of_batch=4 longest_kv_len=40 unequal_kv_lens loose_max_kv_len",
+            "requests=2 rows_of_batch=4 longest_kv_len=40 unequal_kv_lens most_q_len=2 max_q_len=2 max_kv_len=96 "
+            "first_kv_len=40 first_pages=3 query_stride=256 page_elements=1024",
         ),
         (
             MLA,
             "function=mla_decode dtype=bf16 kv_dtype=bf16 kv_layout=MLA head_dim=80 v_head_dim=64 qk_rope_head_dim=16 "
             "num_kv_heads=1 num_qo_heads=4 group=4 out_dtype=bf16 table_columns=5 pool_pages=8 pool_elements=10240 "
-            "calls_before=0 page_size=16 requests=1 rows_of_batch=1 longest_kv_len=20 no_more_rows_than_requests "
-            "loose_max_kv_len",
+            "calls_before=0 page_size=16 requests=1 rows_of_batch=1 longest_kv_len=20 most_q_len=1 max_q_len=1 "
+            "max_kv_len=80 first_kv_len=20 first_pages=2 query_stride=320 page_elements=1280",
         ),
         (
             RAGGED,
-            "function=ragged_context dtype=bf16 head_dim=48 v_head_dim=32 num_kv_heads=3 num_kv_heads_no_power_of_2 "
+            "function=ragged_context dtype=bf16 head_dim=48 v_head_dim=32 num_kv_heads=3 "
             "num_qo_heads=3 group=1 out_dtype=float64 calls_before=0 page_size=64 requests=2 rows_of_batch=5 longest_kv_len=7 "
             "unequal_q_lens unequal_kv_lens not_descending bmm1_scale_1 bmm1_scale_unusual out_given return_lse "
-            "other_out_dtype",
+            "other_out_dtype most_q_len=3 max_q_len=3 max_kv_len=7 first_kv_len=5 first_pages=1 query_stride=144 "
+            "key_stride=144 value_stride=96",
         ),
     ],
 )
@@ -136,7 +155,7 @@ SEPARATE = {"block_tables": TABLES.unsqueeze(1).repeat(1, 2, 1), "uses_shared_pa
 
 def of_steps(first: set[int], last: set[int]) -> list[Any]:
     """Return the tests of numbers at which intervals begin and end."""
-    has = {"==": first | last, ">=": first, "<=": last}
+    has = {"==": {step for step in first | last if step <= 16}, ">=": first, "<=": last}
     return [
         (op, step, 2.5 + bits + uneven(op, step))
         for step in sorted(first | last)
@@ -189,7 +208,7 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, {"lse": LSE, "return_lse": True}, "lse_given return_lse"),
         (DECODE, {"lse": widened(LSE), "return_lse": True}, "lse_given return_lse lse_gaps"),
         (DECODE, {"seq_lens": of("seq_lens").to(torch.uint32)}, "seq_lens_uint32"),
-        (DECODE, {"query": widened(of("query"))}, "query_gaps query_heads_apart"),
+        (DECODE, {"query": widened(of("query"))}, "query_gaps query_heads_apart query_stride=512"),
         (DECODE, {"block_tables": widened(TABLES)}, "block_tables_gaps"),
         (DECODE, {"block_tables": TABLES[:1].expand(2, -1).contiguous()}, "one_first_page one_table"),
         (DECODE, {"block_tables": torch.cat([TABLES[:1], TABLES[:1].flip(1)])[:, [0, 1, 2, 2, 1, 0]]}, ""),
@@ -210,7 +229,7 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
             DECODE,
             offsets(3, 0, 0, 3),
             "cum_seq_lens_q_given max_q_len_given padding_rows rows_of_batch=3 unequal_q_lens some_no_rows "
-            "some_empty uneven_shares",
+            "some_empty uneven_shares most_q_len=3 max_q_len=3",
         ),
         (DECODE, {"window_left": 0}, "has_window window_left=0"),
         (DECODE, E4M3 | {"o_scale": 1.0}, "dtype=e4m3 kv_dtype=e4m3 out_dtype=e4m3"),
@@ -227,9 +246,9 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
             {"query": ARGUMENTS[MLA]["query"].flatten(0, 1), "cum_seq_lens_q": ints(0, 1)},
             "cum_seq_lens_q_given",
         ),
-        (RAGGED, {"key": widened(KEY)}, "key_gaps key_heads_apart"),
-        (RAGGED, {"value": widened(VALUE)}, "value_gaps value_heads_apart"),
-        (RAGGED, {"value": torch.cat([VALUE, VALUE], dim=1)[:, : VALUE.shape[1]]}, "value_gaps"),
+        (RAGGED, {"key": widened(KEY)}, "key_gaps key_heads_apart key_stride=288"),
+        (RAGGED, {"value": widened(VALUE)}, "value_gaps value_heads_apart value_stride=192"),
+        (RAGGED, {"value": torch.cat([VALUE, VALUE], dim=1)[:, : VALUE.shape[1]]}, "value_gaps value_stride=192"),
         (
             RAGGED,
             {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([5, 7])},
@@ -246,8 +265,8 @@ def test_an_argument_adds_its_features(interface: AttentionCall, changes: dict[s
 @pytest.mark.parametrize(
     ("name", "num_elements", "features"),
     [
-        ("query", 2**31 // 3, "query_gaps"),
-        ("query", 2**31 // 3 + 1, "query_gaps query_far"),
+        ("query", 2**31 // 3, f"query_gaps query_stride={2**31 // 3}"),
+        ("query", 2**31 // 3 + 1, f"query_gaps query_far query_stride={2**31 // 3 + 1}"),
         ("block_tables", 2**31, "block_tables_gaps block_tables_far"),
         ("lse", 2**30, "lse_given lse_gaps lse_far return_lse"),
     ],
@@ -259,18 +278,11 @@ def test_rows_far_apart_are_a_feature(name: str, num_elements: int, features: st
     assert read(DECODE, **changes) == read(DECODE) | named(features)
 
 
-def test_bounds_are_compared_with_what_they_bound() -> None:
-    """The longest request has 40 keys in 3 pages of 6 columns."""
-    names = {"loose_max_q_len", "loose_max_kv_len", "table_beyond_bound"}
-    assert names & read(DECODE, max_seq_len=41).keys() == {"loose_max_kv_len", "table_beyond_bound"}
-    assert names & read(DECODE, max_seq_len=40).keys() == {"table_beyond_bound"}
-    assert names & read(DECODE, max_seq_len=81).keys() == {"loose_max_kv_len"}
-    most = ARGUMENTS[CONTEXT]["max_q_len"]
-    assert "equal_bounds" not in read(CONTEXT)
-    assert "equal_bounds" in read(CONTEXT, max_q_len=ARGUMENTS[CONTEXT]["max_kv_len"])
-    assert "equal_bounds" not in read(CONTEXT, max_q_len=ARGUMENTS[CONTEXT]["max_kv_len"] + 1)
-    assert "loose_max_q_len" not in read(CONTEXT)
-    assert "loose_max_q_len" in read(CONTEXT, max_q_len=most + 1)
+def test_a_page_table_is_compared_with_the_bound_of_keys() -> None:
+    """The page table has room for 96 keys."""
+    for bound, is_beyond in ((80, True), (81, False)):
+        found = read(DECODE, max_seq_len=bound)
+        assert (found["max_kv_len"], "table_beyond_bound" in found) == (bound, is_beyond)
 
 
 def test_a_call_of_a_pass_has_the_lengths_of_its_case_and_its_own_entries() -> None:
@@ -292,42 +304,70 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_sparse = reading._read_call(MLA, {}, of_rank, of_rank.kv_lens(), of_rank.q_lens())
     paged = MLADecodeCall(**ARGUMENTS[MLA]).problem()
     (of_selection,), (of_pages,) = (read_pages(each, each.kv_lens(), each.page_size) for each in (sparse, paged))
-    (of_bounds,) = read_bounds(paged, paged.kv_lens(), paged.q_lens(), (0, 0))
-    of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), 1))
+    (of_bounds,) = read_bounds(paged, paged.kv_lens(), paged.q_lens())
+    of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), {}))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
-    read = of_call | of_sparse | of_selection | of_pages | of_bounds | of_lengths | CallLog().read(arguments)
+    (of_values,) = read_values(truth_of([[0.5]], [[1.0]]), [1])
+    read = (
+        of_call | of_sparse | of_selection | of_pages | of_bounds | of_lengths | of_values | CallLog().read(arguments)
+    )
     assert read.keys() == {*FEATURES} - {*of_cases, "result"}
 
 
+def truth_of(outputs: list[list[float]], lse: list[list[float]]) -> Truth:
+    """The expected results of rows, each with a head of as many outputs, and its LSE."""
+    expected, of_rows = torch.tensor(outputs, dtype=torch.float64)[:, None], torch.tensor(lse, dtype=torch.float64)
+    return Truth(expected, expected, of_rows, torch.zeros(len(outputs), dtype=torch.int64), torch.bfloat16)
+
+
+def test_the_size_of_a_requests_output_and_lse_are_features() -> None:
+    truth = truth_of([[1, -450.5], [3, 2], [math.nan, 1e30]], [[-130.5], [7], [-math.inf]])
+    names = ("largest_output", "lse_above_zero", "lse_below_zero")
+    assert [[each.get(name) for name in names] for each in read_values(truth, [2, 0, 1])] == [
+        [451, 7, 131],
+        [None] * 3,
+        [0, 0, 0],
+    ]
+    found = CallFeatures.of_lengths({}, [9, 9, 9], [2, 0, 1]).with_values(truth)
+    assert [each.get("largest_output") for each in found.of_requests] == [451, None, 0]
+    of_two_rows = CallFeatures.of_lengths({}, [9], [2])  # which are not the rows of the results
+    assert of_two_rows.with_values(truth) is of_two_rows
+
+
 def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests() -> None:
-    read = [*read_earlier((9, 9, 5, 8), (4, 2, 4, 4), 8)]
+    read = [*read_earlier((9, 9, 5, 8), (4, 2, 4, 4), {"group": 8})]
     assert [each["packed_rows"] for each in read] == [32, 16, 32, 32]
-    assert [each["fewer_rows"] for each in read] == [False, True, False, False]
+    assert [(each["rows_before"], each["rows_so_far"]) for each in read] == [(0, 4), (4, 6), (6, 10), (10, 14)]
+    assert [each["keys_before"] for each in read] == [0, 9, 18, 23]
+    assert [each["previous_q_len"] for each in read] == [None, 4, 2, 4]
     assert [each["after_fewer_rows"] for each in read] == [False, False, True, True]
     assert [each["after_shorter"] for each in read] == [False, False, False, True]
-    assert [each["shorter"] for each in read] == [False, False, True, True]
+    blocks = [*read_earlier((17, 15, 4), (1, 3, 2), {"sage_rows": 4, "sage_keys": 16})]
+    in_blocks = [[each[f"{name}_in_block"] for each in blocks] for name in ("rows", "keys")]
+    assert in_blocks == [[False, True, False]] * 2
+    assert [each["work_items"] for each in read_earlier((9, 9), (4, 2), {"num_kv_heads": 3})] == [3, 6]
     assert not any(each["fewer_tiles"] for each in read)
-    assert [each["fewer_tiles"] for each in read_earlier((64, 65, 128), (1, 1, 1), 1)] == [True, False, False]
-    of_builder = next(read_earlier((4,), (4,), 0))  # a metadata builder's batch has no heads
+    assert [each["fewer_tiles"] for each in read_earlier((64, 65, 128), (1, 1, 1), {})] == [True, False, False]
+    of_builder = next(read_earlier((4,), (4,), {}))  # a metadata builder's batch has no heads
     assert of_builder["packed_rows"] is None
 
 
 @pytest.mark.parametrize(("kv_lens", "q_lens"), [((0, 5, 5), (1, 1, 1)), ((5, 5, 5), (0, 1, 1))])
 def test_a_request_without_rows_or_keys_precedes_others(kv_lens: tuple[int, ...], q_lens: tuple[int, ...]) -> None:
-    read = [*read_earlier(kv_lens, q_lens, 1)]
+    read = [*read_earlier(kv_lens, q_lens, {})]
     assert [each["after_empty"] for each in read] == [False, True, True]
     assert not any(each["after_inner_no_rows"] for each in read)
     assert [each["after_no_rows"] for each in read] == [False, *[q_lens[0] == 0] * 2]
 
 
 def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None:
-    read = [*read_earlier((5, 5, 5, 5), (0, 1, 0, 1), 1)]
+    read = [*read_earlier((5, 5, 5, 5), (0, 1, 0, 1), {})]
     assert [each["after_inner_no_rows"] for each in read] == [False, False, False, True]
 
 
 def test_keys_of_a_request_without_rows_precede_the_next_request_alone() -> None:
-    read = [*read_earlier((5, 5, 5, 0, 5), (0, 1, 1, 0, 1), 1)]
+    read = [*read_earlier((5, 5, 5, 0, 5), (0, 1, 1, 0, 1), {})]
     assert [each["after_unread_keys"] for each in read] == [False, True, False, False, False]
 
 
@@ -341,7 +381,7 @@ def test_keys_of_a_request_without_rows_precede_the_next_request_alone() -> None
     ],
 )
 def test_blocks_of_rows_that_begin_anew_in_each_request_are_counted(q_lens: tuple[int, ...], late: list[bool]) -> None:
-    read = [*read_earlier((20,) * len(q_lens), q_lens, 1)]
+    read = [*read_earlier((20,) * len(q_lens), q_lens, {})]
     assert [each["late_block_of_16"] for each in read] == late
     assert [each["late_block_of_64"] for each in read] == [count > 0 and q > 0 for count, q in enumerate(q_lens)]
 
@@ -385,17 +425,31 @@ def test_a_request_has_its_largest_page_and_may_fill_its_bounds() -> None:
     tables = ints(7, 2, 5, 9, 9, 9, 1, 3, 9, 9, 9, 9).view(2, 6)
     assert [each["largest_page"] for each in of_requests(block_tables=tables)] == [7, 3]
     assert [each["num_entries"] for each in of_requests()] == [40, 24]  # a row without a selection reads all keys
-    filled = [[name in each for name in ("at_kv_bound", "at_table_end")] for each in of_requests(max_seq_len=40)]
-    assert filled == [[True, False], [False, False]]
-    narrow = of_requests(block_tables=tables[:, :3].contiguous(), max_seq_len=41)
-    assert [[name in each for name in ("at_kv_bound", "at_table_end")] for each in narrow] == [
-        [False, True],
+    assert [["at_kv_bound" in each for each in of_requests(max_seq_len=most)] for most in (40, 41)] == [
+        [True, False],
         [False] * 2,
     ]
-    fewer = of_requests(**offsets(2, 0, 1, 3))
-    assert ["fewer_rows_than_bound" in each for each in fewer] == [True, False]
-    without = of_requests(**offsets(2, 0, 0, 2))
-    assert ["fewer_rows_than_bound" in each for each in without] == [False, False]
+    fewer = [
+        ["fewer_rows_than_bound" in each for each in of_requests(**offsets(2, *ends))]
+        for ends in ((0, 1, 3), (0, 0, 2))
+    ]
+    assert fewer == [[True, False], [False, False]]
+
+
+@pytest.mark.parametrize(
+    ("pages", "conditions"),
+    [
+        ((7, 2, 5, 1, 3), ["unordered_pages", ""]),
+        ((1, 2, 5, 5, 6), ["consecutive_pages", "shared_page consecutive_pages"]),
+        ((1, 4, 4, 4, 4), ["repeated_page", "repeated_page shared_page"]),
+    ],
+)
+def test_pages_of_a_request_may_be_unordered_repeated_or_shared(pages: tuple[int, ...], conditions: list[str]) -> None:
+    """The pages of the first request, which has three, and of the second, which has two."""
+    tables = torch.tensor([*pages[:3], 9, 9, 9, *pages[3:], 0, 0, 0, 0], dtype=torch.int32).view(2, 6)
+    of_requests = features_of_call(DECODE, ARGUMENTS[DECODE] | {"block_tables": tables}, CallLog()).of_requests
+    names = {"unordered_pages", "consecutive_pages", "repeated_page", "shared_page"}
+    assert [names & each.keys() for each in of_requests] == [{*each.split()} for each in conditions]
 
 
 def test_a_sparse_call_has_features_of_its_arguments() -> None:
@@ -428,8 +482,7 @@ def test_the_form_of_a_result_and_of_scale_factors_is_a_feature() -> None:
 
 
 def test_sizes_of_a_case_make_features_of_its_call() -> None:
-    square = arguments_of(replace(PLAIN, storage=replace(PLAIN.storage, page_size=2)))
-    assert features_of_call(DECODE, square, CallLog()).features["page_size_is_num_kv_heads"]
+    assert read(DECODE)["page_elements"] == 16 * 64
     three_rows = arguments_of(replace(PLAIN, q_lens=(3, 3))) | {"mask": torch.ones(2, 3, 2, dtype=torch.uint16)}
     assert features_of_call(DECODE, three_rows, CallLog()).features["mask_words"] == 2
     one_row = arguments_of(replace(PLAIN, kv_lens=(40,), q_lens=(1,))) | {
@@ -450,24 +503,16 @@ def test_a_row_that_sees_none_of_its_requests_keys_on_a_rank_is_a_feature(
     arguments = arguments_of(AttentionCase(DECODE, (20, 0), (1, 1), num_kv_heads=1, group=2))
     seen = None if visible is None else torch.tensor(visible, dtype=torch.int32)
     problem = replace(DecodeCall(**arguments).problem(), num_visible=seen)
-    read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens(), (0, 0))]
+    read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens())]
     assert [bool(each["unseen_keys"]) for each in read] == is_unseen
     assert [bool(each["no_key_seen"]) for each in read] == [is_unseen[0], True]
-
-
-@pytest.mark.parametrize("sizes", [(0, 0), (4, 16)])
-def test_what_is_before_a_request_may_end_inside_a_block_with_one_scale(sizes: tuple[int, int]) -> None:
-    problem = RaggedContextCall(**ragged_arguments(ragged_batch([1, 3, 2], [17, 15, 4], dims=(48, 32)))).problem()
-    read = [*read_bounds(problem, problem.kv_lens(), problem.q_lens(), sizes)]
-    assert [each["rows_in_block"] for each in read] == [False, sizes[0] > 0, False]
-    assert [each["keys_in_block"] for each in read] == [False, sizes[1] > 0, False]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_row_before_all_keys_sees_none_if_the_call_is_causal(causal: bool) -> None:
     given = arguments_of(AttentionCase(AttentionCall.CONTEXT, (2, 0, 0, 3), (3, 0, 2, 3), num_kv_heads=1, group=1))
     problem = ContextCall(**given | {"causal": causal}).problem()
-    read = read_bounds(problem, problem.kv_lens(), problem.q_lens(), (0, 0))
+    read = read_bounds(problem, problem.kv_lens(), problem.q_lens())
     assert [each["no_key_seen"] for each in read] == [causal, False, True, False]
 
 
@@ -501,48 +546,42 @@ def test_shares_of_rows_may_be_whole_and_uneven(q_lens: tuple[int, int], padding
 
 
 @pytest.mark.parametrize(
-    ("cells", "lens", "follows", "is_partial"),
+    ("cells", "lens", "follows"),
     [
-        ([4, 5, 6, 7, -1], 4, False, False),
-        ([4, 5, 6, 7, 8], 4, True, False),
-        ([4, 5, 6, 7, 8], 5, False, True),
-        ([4, -1, 6, -1, -1], 3, False, True),
-        ([4, 5, 6, -1, 8], 3, True, True),
-        ([4, -1, -1, 0, -1], 3, True, True),
+        ([4, 5, 6, 7, -1], 4, False),
+        ([4, 5, 6, 7, 8], 4, True),
+        ([4, 5, 6, 7, 8], 5, False),
+        ([4, -1, 6, -1, -1], 3, False),
+        ([4, 5, 6, -1, 8], 3, True),
+        ([4, -1, -1, 0, -1], 3, True),
     ],
 )
-def test_what_follows_the_columns_in_use_is_a_feature(
-    cells: list[int], lens: int, follows: bool, is_partial: bool
-) -> None:
+def test_what_follows_the_columns_in_use_is_a_feature(cells: list[int], lens: int, follows: bool) -> None:
     arguments = sparse_arguments(latent_batch([1], [20]), [[0] * 5], lens=[lens])
     arguments["block_tables"] = torch.tensor([[cells]], dtype=torch.int32)
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    found = [name in only for name in ("entry_after_last", "partial_load")]
-    assert found == [follows, is_partial]
+    assert ("entry_after_last" in only, only["most_columns"]) == (follows, lens)
 
 
-@pytest.mark.parametrize(
-    ("lens", "features"), [([64, 64], ""), ([64, 128], "columns_differ"), ([96, 96], "partial_tile")]
-)
-def test_rows_use_whole_tiles_and_equally_many_columns(lens: list[int], features: str) -> None:
+@pytest.mark.parametrize(("lens", "differ"), [([64, 64], False), ([128, 64], True), ([64, 128], True)])
+def test_rows_use_numbers_of_columns(lens: list[int], differ: bool) -> None:
     arguments = sparse_arguments(latent_batch([2], [200]), [[0] * 128] * 2, 256, lens=lens)
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    assert {"partial_tile", "columns_differ"} & only.keys() == {*features.split()}
+    assert ("columns_differ" in only) is differ
+    assert (only["fewest_columns"], only["most_columns"]) == (min(lens), max(lens))
 
 
 @pytest.mark.parametrize(
     ("columns", "lens", "features"),
     [
         ([1] * 48, 32, ""),
-        ([1] * 48, 33, "partial_columns"),
-        ([*[1] * 32, *[-1] * 16], 20, "partial_columns"),
+        ([*[1] * 32, *[-1] * 16], 20, ""),
         ([*[-1] * 32, 1, *[-1] * 31], 64, "empty_block_of_32"),
         ([*[-1] * 64, 1, *[-1] * 63], 128, "empty_block_of_32 empty_block_of_64"),
         ([1, *[-1] * 62, 1], 64, ""),
         ([1, *[-1] * 63], 64, ""),
         ([*[1] * 128, *[-1] * 16], 112, "unused_first_columns"),
         ([*[1] * 144], 128, ""),
-        ([1] * 48, 40, "partial_columns"),
         ([*[1] * 112, *[-1] * 32], 112, ""),
     ],
 )
@@ -550,9 +589,7 @@ def test_blocks_of_columns_are_features(columns: list[int], lens: int, features:
     arguments = sparse_arguments(latent_batch([1], [200]), [[0] * len(columns)], 256, lens=[lens])
     arguments["block_tables"] = torch.tensor([[columns]], dtype=torch.int32)
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    names = {"partial_columns", "empty_block_of_32", "empty_block_of_64"} | (
-        {"unused_first_columns"} if len(columns) > 128 else set()
-    )
+    names = {"empty_block_of_32", "empty_block_of_64"} | ({"unused_first_columns"} if len(columns) > 128 else set())
     assert names & only.keys() == {*features.split()}
 
 
@@ -671,28 +708,28 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
 @pytest.mark.parametrize(
     ("kv_len", "q_len", "window_left", "page_size", "conditions"),
     [
-        (64, 1, -1, TILE, "full_page multiple_of_64_keys"),
-        (65, 1, -1, TILE, "partial_page new_page new_tile_of_64"),
-        (64, 1, -1, 1, "full_page multiple_of_64_keys"),
-        (33, 1, -1, 16, "partial_page new_page"),
+        (64, 1, -1, TILE, ""),
+        (65, 1, -1, TILE, "partial_page"),
+        (64, 1, -1, 1, ""),
+        (33, 1, -1, 16, "partial_page"),
         (1, 1, -1, 16, "partial_page no_prefix"),
-        (257, 1, -1, 512, "partial_page new_tile_of_64 new_tile_of_128 new_tile_of_256"),
-        (256, 1, -1, 512, "partial_page multiple_of_64_keys multiple_of_128_keys multiple_of_256_keys"),
-        (1, 1, -1, 1, "full_page no_prefix"),
+        (257, 1, -1, 512, "partial_page"),
+        (256, 1, -1, 512, "partial_page"),
+        (1, 1, -1, 1, "no_prefix"),
         (
             512,
             1,
             -1,
             TILE,
-            "full_page multiple_of_64_keys multiple_of_128_keys multiple_of_256_keys multiple_of_512_keys",
+            "",
         ),
         (0, 1, -1, TILE, "no_keys fewer_keys"),
         (0, 0, -1, TILE, "no_keys no_rows no_prefix"),
         (70, 0, -1, TILE, "partial_page no_rows"),
-        (3, 3, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
-        (24, 24, -1, TILE, "partial_page no_prefix q_len_no_power_of_2"),
-        (48, 48, -1, TILE, "partial_page no_prefix q_len_no_power_of_2 multiple_of_16_rows rows_in_tiles_of_32"),
-        (4, 6, -1, TILE, "partial_page fewer_keys rows_before_keys q_len_no_power_of_2"),
+        (3, 3, -1, TILE, "partial_page no_prefix"),
+        (24, 24, -1, TILE, "partial_page no_prefix"),
+        (48, 48, -1, TILE, "partial_page no_prefix rows_in_tiles_of_32"),
+        (4, 6, -1, TILE, "partial_page fewer_keys rows_before_keys"),
         (20, 1, 19, TILE, "partial_page"),
         (20, 1, 18, TILE, "partial_page hidden_keys window_in_page"),
         (20, 1, 0, TILE, "partial_page hidden_keys window_in_page"),
@@ -711,10 +748,11 @@ def test_the_lengths_of_a_request_say_its_conditions(
 ) -> None:
     (only,) = CallFeatures.of_lengths({}, (kv_len,), (q_len,), window_left, page_size).of_requests
     found = {name for name, value in only.items() if value is True} - OF_POSITIONS
+    assert only["prefix_len"] == max(kv_len - q_len, 0)
     assert found == {"first_request", "last_request", *conditions.split()}
 
 
-OF_POSITIONS = {"prefix", "rows_in_page", "rows_reach_page", "windows_in_tiles_of_32", "windows_in_tiles_of_64"}
+OF_POSITIONS = {"prefix", "rows_reach_page", "windows_in_tiles_of_32", "windows_in_tiles_of_64"}
 
 
 @pytest.mark.parametrize(
@@ -723,9 +761,9 @@ OF_POSITIONS = {"prefix", "rows_in_page", "rows_reach_page", "windows_in_tiles_o
         (16, 16, -1, ""),
         (17, 17, -1, ""),
         (17, 1, -1, "prefix rows_reach_page"),
-        (18, 1, -1, "prefix rows_in_page"),
+        (18, 1, -1, "prefix"),
         (18, 0, -1, ""),
-        (18, 3, -1, "prefix rows_in_page rows_reach_page"),
+        (18, 3, -1, "prefix rows_reach_page"),
         (32, 16, -1, "prefix rows_reach_page"),
         (20, 30, -1, ""),
         (100, 4, 68, ""),
@@ -748,8 +786,8 @@ def test_the_positions_of_rows_and_windows_are_conditions(
 @pytest.mark.parametrize(
     ("kv_lens", "pages", "conditions"),
     [
-        ((20, 20, 32), [2, 2, 2], ["first_request", "as_long_as_previous", "last_request"]),
-        ((20, 0, 5), [2, 0, 1], ["first_request before_no_keys", "after_longer", "after_no_keys last_request"]),
+        ((20, 20, 32), [2, 2, 2], ["first_request", "", "last_request"]),
+        ((20, 0, 5), [2, 0, 1], ["first_request before_no_keys", "", "after_no_keys last_request"]),
     ],
 )
 def test_requests_are_distinguished_by_their_places_and_neighbours(
@@ -757,31 +795,33 @@ def test_requests_are_distinguished_by_their_places_and_neighbours(
 ) -> None:
     of_requests = features_of_case(replace(CASE, kv_lens=kv_lens)).of_requests
     assert [(each["request"], each["pages"]) for each in of_requests] == [*enumerate(pages, 1)]
-    places = {"first_request", "last_request", "as_long_as_previous", "after_longer", "after_no_keys", "before_no_keys"}
+    assert [each.get("previous_kv_len") for each in of_requests] == [None, *kv_lens[:-1]]
+    places = {"first_request", "last_request", "after_no_keys", "before_no_keys"}
     assert [places & each.keys() for each in of_requests] == [{*each.split()} for each in conditions]
 
 
 @pytest.mark.parametrize(
     ("kv_lens", "q_lens", "conditions"),
     [
-        ((5, 5), (1, 1), "no_more_rows_than_requests"),
-        ((5, 6), (1, 1), "no_more_rows_than_requests unequal_kv_lens not_descending"),
-        ((6, 5), (1, 1), "no_more_rows_than_requests unequal_kv_lens"),
+        ((5, 5), (1, 1), ""),
+        ((5, 6), (1, 1), "unequal_kv_lens not_descending"),
+        ((6, 5), (1, 1), "unequal_kv_lens"),
         ((5, 5), (1, 2), "unequal_q_lens"),
-        ((5, 0), (1, 1), "no_more_rows_than_requests unequal_kv_lens some_no_keys some_empty mixed_prefixes"),
-        ((5, 1), (1, 1), "no_more_rows_than_requests unequal_kv_lens mixed_prefixes"),
-        ((0, 0), (1, 1), "no_more_rows_than_requests some_no_keys all_no_keys some_empty"),
-        ((5, 5), (0, 1), "no_more_rows_than_requests unequal_q_lens some_no_rows some_empty"),
-        ((5, 5), (0, 0), "no_more_rows_than_requests some_empty"),
-        ((), (), "no_more_rows_than_requests all_no_keys"),
+        ((5, 0), (1, 1), "unequal_kv_lens some_no_keys some_empty mixed_prefixes"),
+        ((5, 1), (1, 1), "unequal_kv_lens mixed_prefixes"),
+        ((0, 0), (1, 1), "some_no_keys all_no_keys some_empty"),
+        ((5, 5), (0, 1), "unequal_q_lens some_no_rows some_empty"),
+        ((5, 5), (0, 0), "some_empty"),
+        ((), (), "all_no_keys"),
     ],
 )
 def test_the_lengths_of_a_batch_say_its_conditions(
     kv_lens: tuple[int, ...], q_lens: tuple[int, ...], conditions: str
 ) -> None:
     numbers = {"page_size": TILE, "requests": len(kv_lens), "rows_of_batch": sum(q_lens)}
-    longest = {"longest_kv_len": max(kv_lens, default=0)}
-    assert CallFeatures.of_lengths({}, kv_lens, q_lens).features == numbers | longest | named(conditions)
+    numbers |= {"longest_kv_len": max(kv_lens, default=0), "most_q_len": max(q_lens, default=0)}
+    numbers |= {"first_kv_len": kv_lens[0], "first_pages": -(-kv_lens[0] // TILE)} if kv_lens else {}
+    assert CallFeatures.of_lengths({}, kv_lens, q_lens).features == numbers | named(conditions)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -790,7 +830,8 @@ def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     run = CaseRun(references, case, CPU)
     run.call(run.build())
     of_case, of_call = features_of_case(case), run.called
-    only_of_call = {"largest_page", "no_key_seen", "table_row_apart"}
+    of_pages = {"largest_page", "repeated_page", "shared_page", "unordered_pages", "consecutive_pages"}
+    only_of_call = {"no_key_seen", "table_row_apart"} | of_pages
     of_requests = [{name: each[name] for name in each.keys() - only_of_call} for each in of_call.of_requests]
     assert [*of_case.of_requests] == of_requests
     assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
@@ -798,8 +839,7 @@ def test_a_case_and_its_plain_call_have_the_same_features(group: int) -> None:
     assert {*["window_left", "group", "head_dim", "requests", "contents", "function", "dtype", "page_size"]} <= shared
     assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
     for found in (of_case, of_call):
-        assert ("group_no_power_of_2" in found.features) == (group == 3)
-        assert "num_kv_heads_no_power_of_2" not in found.features
+        assert found.features["group"] == group
 
 
 def test_a_call_has_the_contents_of_its_own_inputs() -> None:
@@ -929,10 +969,10 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         assert name.isidentifier()
         operators: Callable[[], tuple[str, ...]] = {
             Condition: lambda: ("is", "is not"),
-            Number: lambda: ("==", ">=", "<="),
+            Number: lambda: ("==", ">=", "<=", *RELATIONS),
             Choice: lambda: ("==", "!="),
         }[type(feature)]
-        phrases = [feature.phrase(operator, 3) for operator in operators()]
+        phrases = [feature.phrase(operator, 3) for operator in dict.fromkeys(operators())]
         assert len(set(phrases)) == len(phrases)
         assert not any(set("{|}") & set(phrase) or "  " in phrase for phrase in phrases)
 
@@ -971,7 +1011,30 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
 )
 def test_the_tests_of_a_feature_and_their_bits(feature: CaseFeature, values: Any, tests: list[Any]) -> None:
     """Of many numbers, intervals begin next after a power of two, where kernels change, or end at one."""
-    assert list(feature.tests(feature.column(values))) == tests
+    trivial = [
+        next((each for each in order if each[0] == op), None) for op, order in ((">=", tests), ("<=", tests[::-1]))
+    ]
+    expected = tests if not isinstance(feature, Number) else [each for each in tests if each not in trivial]
+    assert list(feature.tests(feature.column(values))) == expected
+
+
+def test_the_divisors_and_relations_of_a_number_and_their_bits() -> None:
+    heads, keys = Number("it", Cost.DERIVED, "heads"), Number("it", Cost.VALUE, "keys", is_divided=True)
+    of_remainders = {"multiple": 4.0, "no multiple": 4.0}
+    assert {operator: bits for operator, _, bits in heads.divisions()} == of_remainders | {"no power": 4.0}
+    assert {operator: bits for operator, _, bits in Number("it", Cost.DERIVED, "sizes").divisions()} == of_remainders
+    assert {divisor for _, divisor, _ in keys.divisions()} == {4, 16, 32, 64, 128, 256}
+    assert {operator: bits for operator, _, bits in keys.divisions()} == dict.fromkeys(REMAINDERS, 3.5)
+    assert not [
+        *Number("it", Cost.VALUE, "pages").divisions(),
+        *Number("it", Cost.POSITION, is_divided=True).divisions(),
+    ]
+    others = {">": 3.5, "<": 3.5, "==": 3.5, "differs": 6.0}
+    assert dict(heads.relations(Number("it", Cost.VALUE, "keys heads"))) == others
+    divisor = Number("it", Cost.VALUE, "keys heads", is_divisor=True)
+    assert dict(heads.relations(divisor)) == others | dict.fromkeys(REMAINDERS, 3.5)
+    assert dict(divisor.relations(heads)) == others
+    assert not dict(heads.relations(keys))
 
 
 @pytest.mark.parametrize(
@@ -985,6 +1048,10 @@ def test_the_tests_of_a_feature_and_their_bits(feature: CaseFeature, values: Any
         ("q_len", ">=", 2, "a request has several query rows"),
         ("q_len", ">=", 3, "a request has 3 query rows or more"),
         ("q_len", "<=", 2, "a request has 2 query rows or less"),
+        ("kv_len", "after multiple", 64, "a request's number of keys is 1 more than a multiple of 64"),
+        ("group", "no power", 2, "the number of query heads per K/V head is no power of 2"),
+        ("window_left", "multiple", "page_size", "window_left is a multiple of page_size"),
+        ("page_size", "==", "num_kv_heads", "page_size is equal to num_kv_heads"),
         ("dtype", "==", "fp16", "the query's dtype is fp16"),
         ("dtype", "!=", "fp16", "the query's dtype is not fp16"),
         ("contents", "==", "low", "the data of the case is “all logits about -200,000, equal in a request”"),
