@@ -63,10 +63,9 @@ def of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str
     raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(' or '.join, named.values()))}")
 
 
-def check_name(text: str) -> str:
-    """Return the text if it is the key or name of a check, such as "K1" or "oracle", else raise ValueError."""
-    of_name(text, {key: (key, name) for key, name in CHECKS.items() if key != BY_CALLS}, "check")
-    return text
+def check_key(text: str) -> str:
+    """Return the key of the check with this key or name: "K1" for "K1" and for "oracle". Raise ValueError if there is none."""
+    return of_name(text, {key: (key, name) for key, name in CHECKS.items() if key != BY_CALLS}, "check")
 
 
 def functions_named(names: Iterable[str]) -> tuple[Interface, ...]:

@@ -31,7 +31,7 @@ from lab.commands.progress import shown_progress
 from lab.exit_status import ExitStatus
 from lab.files import state_of
 from lab.loading import LoadError, check_source, last_report, place_of
-from lab.names import check_name, function_name
+from lab.names import check_key, function_name
 from lab.ranges import ranges_of
 from lab.reports.tables import print_lines, terminal, terminal_of
 
@@ -54,7 +54,7 @@ def _seconds(text: str) -> float:
 
 
 Only = Annotated[
-    list[str] | None, list_option(check_name, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
+    list[str] | None, list_option(check_key, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
 ]
 Functions = Annotated[
     list[str] | None,

@@ -246,7 +246,7 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
             "--level full --only K4,batch --time-limit-s 9 --workers 3 --most-seconds 60 --drawn 7",
             {
                 "level": "full",
-                "only": ["K4", "batch"],
+                "only": ["K4", "K7"],
                 "time_limit_s": 9.0,
                 "workers": 3,
                 "most_seconds": 60.0,

@@ -20,7 +20,7 @@ from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, TooLate, credi
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import OTHERWISE_THAN_A_GPU, Bf16, limit_of, noting_bf16
 from lab.loading import LoadError, is_same_module, load, name_of
-from lab.names import of_name
+from lab.names import check_key
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 
@@ -266,6 +266,5 @@ def checks_named(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
-    named = {check: (check.key, check.name) for check in checks()}
-    wanted = [of_name(name, named, "check") for name in names]
-    return (*(check for check in named if check in wanted or not (wanted or given)), *given)
+    keys = set(map(check_key, names))
+    return (*(check for check in checks() if check.key in keys or not (keys or given)), *given)
