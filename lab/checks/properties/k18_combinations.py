@@ -204,24 +204,19 @@ def _nearby(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterable[Configura
     around = partial(_around, scope)
     if not wrong:
         alike = [*itertools.islice(_new(_alike(scope, verdicts), ()), MOST_ALIKE)]
-        return _first_new(scope, own, alike, _of_each(around, _simplest(alike)))
+        return _first_new(scope, own, alike, itertools.chain.from_iterable(map(around, _simplest(alike))))
     simplest, reprs = _simplest(wrong), {case.without_seed for case in wrong}
     make = partial(Configuration, scope.interface)
     samples_of_wrong = (DrawnPoint(model, case.values, case.seed, make) for case in simplest)
     simpler = (each.case for sample in samples_of_wrong for each in _simpler(sample, reprs))
-    further = (around, partial(_varied, scope, wrong=wrong), partial(_resized, scope))
-    if chosen := _first_new(scope, own, simpler, *(_of_each(each, simplest) for each in further)):
+    rounds = (around, partial(_varied, scope, wrong=wrong), partial(_resized, scope))
+    further = (itertools.chain.from_iterable(map(cases_near, simplest)) for cases_near in rounds)
+    if chosen := _first_new(scope, own, simpler, *further):
         return chosen
     judged, values = Counter(each.case.without_seed for each in own), [case.non_default.items() for case in simplest]
     right = (each.case for each in own if each.outcome is Outcome.RIGHT and judged[each.case.without_seed] == 1)
     near = [case for case in right if any(len(case.non_default.items() ^ each) == 1 for each in values)]
     return (replace(case, seed=case.seed + number) for case in near for number in (1, 2))
-
-
-def _of_each(
-    cases_near: Callable[[Configuration], Iterable[Configuration]], subjects: Iterable[Configuration]
-) -> Iterator[Configuration]:
-    return itertools.chain.from_iterable(map(cases_near, subjects))
 
 
 def _first_new(scope: Scope, verdicts: Sequence[CaseVerdict], *several: Iterable[Configuration]) -> list[Configuration]:
