@@ -51,30 +51,16 @@ def balanced(
         q_lens, kv_lens = (lens[number % 3 :] + lens[: number % 3] for lens in _lens(rng, ranges, interface, values))
         page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
-        seeds = {"seed": number + seed, "page_seed": number + seed}
-        yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
+        case = case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, seed=number + seed)
+        yield replace(case, storage=replace(case.storage, page_seed=case.seed))
 
 
 def case_within(
-    ranges: Ranges,
-    interface: Interface,
-    values: Mapping[str, Any],
-    kv_lens: Sequence[int],
-    q_lens: Sequence[int],
-    *,
-    window_left: int = -1,
-    seed: int = 0,
-    page_seed: int = 0,
+    ranges: Ranges, interface: Interface, values: Point, kv_lens: Sequence[int], q_lens: Sequence[int], **fields: Any
 ) -> AttentionCase:
-    """Return the attention case with these lengths and values.
-
-    Args:
-        ranges: determines only the dtype to which a kernel rounds its operands (`Ranges.arithmetic`).
-        values: the values of fields of `Ranges`, by name. Required are "dtypes", the page size, and the numbers of heads and
-            the head dimensions that `interface` has. The defaults are no sinks, and the layout HND.
-        window_left: the number of keys before its own that a query row sees; -1: all.
-        seed: the seed of the tensors' contents.
-        page_seed: the seed with which the pages of the cache are shuffled.
+    """Return the attention case with these lengths and `values` (of fields of `Ranges`, by name). Required are "dtypes", the
+    page size, and the numbers of heads and the head dimensions that `interface` has. The defaults are no sinks, and the layout
+    HND. `ranges` determines only the dtype to which a kernel rounds its operands. `fields` are further fields of the case.
     """
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
@@ -90,10 +76,9 @@ def case_within(
         dtype=dtype,
         kv_dtype=kv_dtype,
         arithmetic=ranges.arithmetic(dtype, kv_dtype),
-        window_left=window_left,
         sinks=values.get("sinks", False),
-        seed=seed,
-        storage=Storage(_page_size(values), kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
+        storage=Storage(_page_size(values), kv_layout=values.get("kv_layouts", "HND")),
+        **fields,
     )
 
 
