@@ -8,8 +8,9 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ def _words(source: bytes) -> frozenset[str]:
 
 def _imported(paths: set[str], roots: Sequence[str], without: set[str]) -> set[str]:
     """Return the files that the Python files `paths` import, directly or indirectly, except those in `paths` and `without`."""
-    names_in = functools.cache(_names_in)  # each folder is read once
     found, tried = set[str](), set[tuple[str, str]]()  # files, and pairs of a folder and an imported name
     left = [path for path in paths if path.endswith(".py") and os.path.isfile(path)]
     while left:
@@ -110,29 +110,21 @@ def _imported(paths: set[str], roots: Sequence[str], without: set[str]) -> set[s
         for level, name in _imports_of(path.read_bytes()):
             folders = {(str(each), name) for each in (path.parents[level - 1 : level] if level else roots)} - tried
             tried |= folders
-            named = (file for folder, _ in folders for file in _files_of(folder, name, names_in))
+            named = (file for folder, _ in folders for file in _files_of(folder, name))
             new = set(filter(os.path.isfile, named)) - paths - found - without
             found |= new
             left += new
     return found
 
 
-def _files_of(folder: str, name: str, names_in: Callable[[str], frozenset[str]]) -> Iterator[str]:
+def _files_of(folder: str, name: str) -> Iterator[str]:
+    folders = [folder]
     for part in name.split("."):
-        if f"{part}.py" in names_in(folder):
-            yield os.path.join(folder, f"{part}.py")
-        if part not in names_in(folder):
+        if (spec := PathFinder.find_spec(part, folders)) is None:
             return
-        folder = os.path.join(folder, part)
-        if "__init__.py" in names_in(folder):
-            yield os.path.join(folder, "__init__.py")
-
-
-def _names_in(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:  # there is no such folder, or it cannot be read
-        return frozenset()
+        if spec.origin is not None:  # a folder without `__init__.py` has none
+            yield spec.origin
+        folders = [*(spec.submodule_search_locations or ())]
 
 
 @functools.cache

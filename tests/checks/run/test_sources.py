@@ -16,7 +16,8 @@ FILES = {
     "helpers/__init__.py": b"",
     "helpers/scales.py": b"SCALE = 1.0\n",
     "later/__init__.py": b"",
-    "later/part/of_it.py": b"",
+    "later/native.so": b"",
+    "later/part/of_it.py": b"from .. import native\n",
     "library.so": LARGE,
 }
 
@@ -76,6 +77,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a large file": lambda folder: (folder / "library.so").write_bytes(LARGE[:-1] + b"1"),
     "an imported file": lambda folder: (folder / "helpers" / "scales.py").write_bytes(b"SCALE = 2.0\n"),
     "a file that a function imports": lambda folder: (folder / "later" / "part" / "of_it.py").write_bytes(b"1\n"),
+    "an imported compiled module": lambda folder: (folder / "later" / "native.so").write_bytes(b"1"),
     "a package around it": lambda folder: (folder / "later" / "__init__.py").write_bytes(b"1\n"),
     "an empty file": lambda folder: (folder / "helpers" / "__init__.py").write_bytes(b"\n"),
     "a name": lambda folder: (folder / "library.so").rename(folder / "libraries.so"),
