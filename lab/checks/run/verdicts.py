@@ -1,8 +1,8 @@
 """Define the verdict on a case as data, and compare the results of calls with the expected results."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -98,9 +98,8 @@ class Judged:
     by_lab: bool = False  # DECLINED because of the lab or this machine, not because of the implementation
     suspicions: tuple[str, ...] = ()  # sentences that say why the case's inputs may be wrong
     differences: tuple[BitDifference, ...] = ()  # only of cases of `lab.checks.properties.invariance`
-    alone: str = (
-        ""  # of a wrong case that was repeated in its own process: "right" or "wrong" there, as are these results
-    )
+    # Of a wrong case that was repeated in its own process: "right" or "wrong" there, as are these results
+    alone: str = ""
 
     def __post_init__(self) -> None:
         for name in SENTENCES:  # they quote messages of the kernel
@@ -172,16 +171,10 @@ def dishonest(judged: Judged, reason: str) -> Judged:
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
-# Types of a judgement's fields, and of the items in its tuples
-_ITEMS = {**dict.fromkeys(SENTENCES, str), "results": CheckedResult, "differences": BitDifference}
-_FIELDS: dict[str, Any] = {
-    "outcome": Outcome,
-    "worst_ratio": (int, float),
-    "judged": int,
-    "by_lab": bool,
-    "alone": str,
-    **dict.fromkeys(_ITEMS, tuple),
-}
+def _has_type(value: Any, declared: Any) -> bool:
+    if get_origin(declared) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, get_args(declared)[0]) for item in value)
+    return isinstance(value, (int, float) if declared is float else declared)
 
 
 def credible(judged: Judged) -> Judged:
@@ -189,10 +182,8 @@ def credible(judged: Judged) -> Judged:
     error above its bound: a kernel in the worker changed it. Call this only in a process without the kernel's code.
     """
     # Unpickling sets fields without `__init__`. No worker calls a failure KNOWN.
-    fields = vars(judged) if type(judged) is Judged else {}
-    is_whole = all(isinstance(fields.get(name), kind) for name, kind in _FIELDS.items()) and all(
-        isinstance(item, kind) for name, kind in _ITEMS.items() for item in fields[name]
-    )
+    values = vars(judged) if type(judged) is Judged else {}
+    is_whole = all(_has_type(values.get(each.name, MISSING), each.type) for each in fields(Judged))
     if not is_whole or judged.outcome is Outcome.KNOWN:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
     if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:

@@ -168,7 +168,8 @@ def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:
         found = credible(Judged(Outcome.RIGHT, worst_ratio=ratio, judged=1))
         assert found.outcome is Outcome.DISHONEST
         assert "times its bound" in found.wrongs[0]
-    assert credible(Judged(Outcome.RIGHT, worst_ratio=1.0, judged=1)).outcome is Outcome.RIGHT
+    for ratio in (1.0, 1):
+        assert credible(Judged(Outcome.RIGHT, worst_ratio=ratio, judged=1)).outcome is Outcome.RIGHT
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:
         {"declines": (1,)},
         {"remarks": ["a list"]},
         {"results": ("no result",)},
+        {"output": "no tensor"},
         {"differences": (WrongVector("row 0", (), ()),)},
     ],
     ids=repr,
