@@ -147,17 +147,14 @@ class Workers:
             return function(self.implementation)
         from pebble import ProcessExpired
 
-        limit_s = max(self.time_limit_s, IMPORT_LIMIT_S)
+        name, limit_s = self.implementation, max(self.time_limit_s, IMPORT_LIMIT_S)
+        future = self._schedule(_call_with, (function, name, self.refusals), limit_s)
         try:
-            answer: Answer = self._schedule(
-                _call_with, (function, self.implementation, self.refusals), limit_s
-            ).result()
+            answer: Answer = future.result()
         except FutureTimeoutError:
-            raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
+            raise LoadError(f"{name} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
-            raise LoadError(
-                f"{self.implementation} ends its process when it is imported ({_ending(error.exitcode)})"
-            ) from None
+            raise LoadError(f"{name} ends its process when it is imported ({_ending(error.exitcode)})") from None
         except BrokenProcessPool as error:
             raise RuntimeError(CANNOT_BEGIN) from error
         self._has_worked = True
