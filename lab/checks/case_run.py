@@ -139,7 +139,7 @@ class CaseRun:
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
         returned = self.kernel.make("", interface, arguments)
-        result = as_result(returned, interface)._replace(call=call)
+        result = Result(*output_and_lse(interface, returned), call)
         is_copied = self._waits and result.out.numel() <= MOST_SAVED_ELEMENTS
         early = result.out.clone() if is_copied else None  # as the current stream sees it
         if self._waits:
@@ -147,8 +147,8 @@ class CaseRun:
         if early is not None and not same_bits(early, result.out):
             self.wrong("its output was still written after the call: another stream than the caller's writes it")
         if interface in LATENT_CALLS:
-            out, _ = output_and_lse(interface.value, returned)
-            query = arguments["query"]
+            out, query = returned[0] if isinstance(returned, tuple) else returned, arguments["query"]
+            # With an axis of requests if the query has one.
             shape = (*query.shape[:-1], arguments.get("kv_lora_rank", query.shape[-1]))
             if tuple(out.shape) != shape:
                 self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
@@ -329,12 +329,3 @@ class CaseRun:
     def decline(self, sentence: str) -> None:
         if sentence not in self.declines:
             self.declines.append(sentence)
-
-
-def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Convert an output or (output, LSE) to a `Result` with one row per query row. Raise KernelError for other values."""
-    out, lse = output_and_lse(interface.value, returned)
-    if interface in LATENT_CALLS:
-        out = out.flatten(0, 1) if out.dim() == 4 else out
-        lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
-    return Result(out, lse)

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from lab.calls.problem import LATENT_CALLS, AttentionCall
-from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
+from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result
 from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
 from lab.checks.parameters.paged_calls import Lens, lens_of
 from lab.checks.parameters.ragged import replayed_cases
 from lab.checks.parameters.values import DtypePair, Lengths, Offsets, Tables
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.variants import Maker, made_again
-from lab.checks.run.support_protocol import KernelError, Unsupported
+from lab.checks.run.support_protocol import KernelError, Unsupported, output_and_lse
 from lab.metadata.engine.capture import capturing
 from lab.ranges import SEEDS
 from lab.workloads.attention_case import AttentionCase
@@ -219,7 +219,7 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
     def make() -> Result:
         try:
-            return as_result(ready(), call.interface)
+            return Result(*output_and_lse(call.interface, ready()))
         except Unsupported as declined:
             raise KernelError(f"it refused a call that it had made ready: {declined}") from declined
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.case_run import CaseRun, as_result
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.calls import built_call, judge_built
 from lab.checks.parameters.covering import Point
 from lab.checks.parameters.models import FAMILIES, MODELS, Configuration
 from lab.checks.parameters.values import Mask
 from lab.checks.properties.check import Check, Scope, itself
 from lab.checks.properties.k18_combinations import JUDGES
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import Unsupported, output_and_lse
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
@@ -129,7 +129,7 @@ def calls_at_once(run: CaseRun, *inputs: AttentionInputs) -> None:
             returned.append(run.kernel.make("", run.case.interface, arguments))
     torch.cuda.synchronize()
     for launch, each in enumerate(returned):
-        result = as_result(each, run.case.interface)
+        result = Result(*output_and_lse(run.case.interface, each))
         run.expect_equal_bits("a call at the same time as another stream's", result, alone[launch % 2])
 
 

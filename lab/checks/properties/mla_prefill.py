@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
+from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k05_guards import expect_into_out
 from lab.checks.properties.k06_workspace import counters_of, expect_any_scratch, expect_counters_zero, expect_left_alone
+from lab.checks.run.support_protocol import output_and_lse
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.backend import MLALayer, merge_by_lse
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
@@ -130,7 +131,7 @@ class _Backend:
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
-        return as_result(call(), AttentionCall.RAGGED_CONTEXT)
+        return Result(*output_and_lse(AttentionCall.RAGGED_CONTEXT, call()))
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
         batch, prefixes = self.batch, self.case.prefix_lens

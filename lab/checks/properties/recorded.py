@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from lab.calls import PagedAttention, Problem
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall
-from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
+from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import KernelError, Unjudgeable
+from lab.checks.run.support_protocol import KernelError, Unjudgeable, output_and_lse
 from lab.recorded.call import InvalidArgumentsError, RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import RecordedInputs
@@ -70,7 +70,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
     noted = run.note_call(interface, dict(call.given))
     if call.out is None:
         raise KernelError(f"it raised {call.raised}" if call.raised else "it did not return")
-    return as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
+    return Result(*output_and_lse(interface, (call.out, call.lse)), noted)
 
 
 # Without cases: `check_of` returns the check with the cases of a recording.

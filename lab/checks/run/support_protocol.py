@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import CALL_TYPES
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import LATENT_CALLS, AttentionCall
 from lab.checks.run.verdicts import JUDGED_WITH
 from lab.interpreter import limit_of
 from lab.loading import is_interruption, message_of, name_of
@@ -118,15 +118,21 @@ def invoke(
         raise Unsupported(_sentence(error), late) from error
 
 
-def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (output, LSE or None) from what the function `name` returned. Raise KernelError if it returned anything else."""
+def output_and_lse(interface: AttentionCall, returned: Any) -> tuple[Tensor, Tensor | None]:
+    """Return (output, LSE or None), with one row per query row, from what a call returned: an output or (output, LSE). Raise
+    KernelError if it returned anything else.
+    """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
-        raise KernelError(f"{name} returned {type(out).__name__}, not a tensor")
+        raise KernelError(f"{interface.value} returned {type(out).__name__}, not a tensor")
     if lse is not None and type(lse) not in TENSORS:
-        raise KernelError(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
+        raise KernelError(f"{interface.value} returned {type(lse).__name__} as its LSE, not a tensor")
     # New tensors: the kernel may have given its own an attribute `double`, which a comparison would call.
-    return Tensor.detach(out), None if lse is None else Tensor.detach(lse)
+    out, lse = Tensor.detach(out), None if lse is None else Tensor.detach(lse)
+    if interface in LATENT_CALLS:
+        out = out.flatten(0, 1) if out.dim() == 4 else out
+        lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
+    return out, lse
 
 
 def is_capturing() -> bool:
@@ -339,5 +345,5 @@ def _made(
     if returned is None:  # the function only wrote its result into `out`
         returned = changed.get("out")
     if arguments.get("out") is not None and "out" not in changed:
-        arguments["out"].copy_(output_and_lse(interface.value, returned)[0].view(arguments["out"].shape))
+        arguments["out"].copy_(output_and_lse(interface, returned)[0].view(arguments["out"].shape))
     return returned
