@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -90,36 +90,31 @@ class GivenCall:
 Inputs = CallInputs | BuiltCall | GivenCall
 
 
+@dataclass(eq=False)
 class CaseRun:
     """Makes the calls of one test case, compares their results with the expected ones, and records the errors."""
 
-    def __init__(
-        self,
-        implementation: Any,
-        case: Any,
-        device: torch.device,
-        ranges: Ranges = USUAL_RANGES,
-        refusals: Refused | None = None,
-        saves_output: bool = False,
-    ) -> None:
-        self.implementation = implementation  #: the implementation that is judged
-        self.case = case  #: the case, a frozen dataclass
-        self.device = device  #: the device on which the calls run
-        self.ranges = ranges  #: the ranges within which a check may vary the case
-        self.kernel = KernelCalls(implementation, self.decline, refusals)  #: makes the calls of the implementation
-        self.wrongs: list[str] = []  #: sentences about wrong results
-        self.failures: list[str] = []  #: sentences about failed calls
-        self.declines: list[str] = []  #: sentences about refused calls, also if they were made in another form
-        self.remarks: list[str] = []  #: notes for the reader of the verdict; they do not make a result wrong
-        self.suspicions: list[str] = []  #: notes that say why the inputs of the case may be wrong
-        self.differences: list[BitDifference] = []  #: outputs whose bits differ from those of the case's first call
-        self.worst_ratio = 0.0  #: the largest ratio of an error to its bound
-        self.is_misshapen = False  #: a result has another shape or dtype than expected
-        self.judged = 0  #: number of results that were compared
-        self.results: list[CheckedResult] = []  #: the results that were compared
-        self.saves_output = saves_output  #: whether the first output is saved before it is compared
-        self.output: SavedTensor | None = None  #: the saved output
-        self.called = self._of_case = features_of_case(case)  #: the features of the last call
+    implementation: Any  #: the implementation that is judged
+    case: Any  #: the case, a frozen dataclass
+    device: torch.device  #: the device on which the calls run
+    ranges: Ranges = USUAL_RANGES  #: the ranges within which a check may vary the case
+    refusals: Refused | None = None  #: the exceptions that count as refusals; None for the default list
+    saves_output: bool = False  #: whether the first output is saved before it is compared
+    output: SavedTensor | None = None  #: the saved output
+    wrongs: list[str] = field(default_factory=list)  #: sentences about wrong results
+    failures: list[str] = field(default_factory=list)  #: sentences about failed calls
+    declines: list[str] = field(default_factory=list)  #: sentences about refused calls, also if made in another form
+    remarks: list[str] = field(default_factory=list)  #: notes for the reader; they do not make a result wrong
+    suspicions: list[str] = field(default_factory=list)  #: notes that say why the inputs of the case may be wrong
+    differences: list[BitDifference] = field(default_factory=list)  #: outputs with other bits than the first call's
+    worst_ratio: float = 0.0  #: the largest ratio of an error to its bound
+    is_misshapen: bool = False  #: a result has another shape or dtype than expected
+    judged: int = 0  #: number of results that were compared
+    results: list[CheckedResult] = field(default_factory=list)  #: the results that were compared
+
+    def __post_init__(self) -> None:
+        self.kernel = KernelCalls(self.implementation, self.decline, self.refusals)  #: makes the calls
+        self.called = self._of_case = features_of_case(self.case)  #: the features of the last call
         self._log = CallLog()
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
