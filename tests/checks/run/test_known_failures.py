@@ -12,6 +12,7 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Configuration, Outcome
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
+from lab.checks.properties.k08_decomposition import single_rows
 from lab.checks.run import known_failures as findings
 from lab.checks.run.known_failures import KNOWN_FAILURES, FailingKernel, KnownFailure, Predicate, known, wrong_requests
 from lab.checks.run.verdicts import Judged
@@ -20,6 +21,7 @@ from lab.metadata.mha.vllm import Engine
 from lab.provenance import PACKAGES
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.attention import build_attention
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +44,15 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
     assert told.outcome is Outcome.KNOWN
     assert told.finding == "page.md#heading"
     assert told.judged.wrongs == VERDICT.judged.wrongs
+
+
+def test_a_failure_of_single_rows_explains_the_sentences_of_check_k8() -> None:
+    case = AttentionCase(AttentionCall.DECODE, (20, 9), (3, 3), group=1, dtype=torch.float16, kv_dtype=torch.float16)
+    rows = [variant.what for variant in single_rows(build_attention(case, torch.device("cpu")))]
+    judged = Judged(Outcome.WRONG, tuple(f"{row}: 2 of 4 vectors are wrong, of requests [0]" for row in rows))
+    verdict = CaseVerdict("lab.kernels.peers.sglang_triton", "K8", AttentionCall.DECODE, case, "cuda:0", judged)
+    assert len(rows) == 3
+    assert known(verdict, KNOWN_FAILURES, (9, 0), {"sglang": "0.5.23"}.get).outcome is Outcome.KNOWN
 
 
 @pytest.mark.parametrize(
