@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -46,110 +47,79 @@ def noted() -> Iterator[Bindings]:
         yield bindings()
 
 
-def replaced_code() -> Any:
-    compare = lab.references.errors.relative_l2
-    code, compare.__code__ = compare.__code__, (lambda out, expected: out).__code__
-    return lambda: setattr(compare, "__code__", code)
-
-
-def changed_default() -> Any:
-    function = lab.workloads.inputs.contents.fill
-    defaults, function.__defaults__ = function.__defaults__, (0.0,)
-    return lambda: setattr(function, "__defaults__", defaults)
-
-
-def set_to(holder: Any, name: str, value: Any) -> Any:
-    was = getattr(holder, name)
-    setattr(holder, name, value)
-    return lambda: setattr(holder, name, was)
-
-
-def changed_keyword_default() -> Any:
-    keywords = AttentionProblem.__init__.__kwdefaults__
-    was, keywords["bmm1_scale"] = keywords["bmm1_scale"], 2.0
-    return lambda: keywords.__setitem__("bmm1_scale", was)
-
-
-def changed_cell() -> Any:
-    cell = next(each for each in torch.cuda.memory_cached.__closure__ if callable(each.cell_contents))
-    was, cell.cell_contents = cell.cell_contents, callback
-    return lambda: setattr(cell, "cell_contents", was)
-
-
-def changed_constant() -> Any:
-    poison = lab.workloads.inputs.contents.POISON
-    was = poison[torch.float16]
-    poison[torch.float16] = 1.0
-    return lambda: poison.__setitem__(torch.float16, was)
-
-
-def moved_to_another_name() -> Any:
-    """Keep all values of a module in their order, but put one under a new name, and another value under its name."""
-    names = vars(lab.references.errors)
-    was = dict(names)
-    names.clear()
-    names.update({"moved" if name == "regress" else name: value for name, value in was.items()}, regress=callback)
-
-    def restore() -> None:
-        names.clear()
-        names.update(was)
-
-    return restore
-
-
 def callback(*arguments: Any) -> None:
     pass
 
 
-def added_callback() -> Any:
-    gc.callbacks.append(callback)
-    return lambda: gc.callbacks.remove(callback)
+@dataclass
+class Setting:
+    """A setting that functions read and write, with an attribute in their place."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    value = property(lambda self: self.read(), lambda self, value: self.write(value))
 
 
-def set_by(setter: Any, value: Any, was: Any) -> Any:
-    setter(value)
-    return lambda: setter(was)
+def write_names_of_errors(names: dict[str, Any]) -> None:
+    vars(lab.references.errors).clear()
+    vars(lab.references.errors).update(names)
 
 
-CHANGES = {
-    "lab.references.errors.Comparison.passed": lambda: set_to(Comparison, "passed", property(lambda self: True)),
-    "lab.references.errors.relative_l2": replaced_code,
-    "lab.references.errors.regress": moved_to_another_name,
-    "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
-    "lab.workloads.inputs.contents.fill": changed_default,
-    "lab.calls.problem.AttentionProblem.__init__": changed_keyword_default,
-    "torch.cuda.memory_cached": changed_cell,
-    "lab.workloads.inputs.contents.POISON": changed_constant,
-    "torch.cuda.synchronize": lambda: set_to(torch.cuda, "synchronize", lambda device=None: None),
-    "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
-    "torch.cuda.streams.Event.elapsed_time": lambda: set_to(torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),
-    "torch.Tensor.norm": lambda: set_to(torch.Tensor, "norm", lambda self, **_: self),
-    "builtins.all": lambda: set_to(builtins, "all", lambda _: True),
-    "builtins.map": lambda: set_to(builtins, "map", lambda *_: iter(())),
-    "time.perf_counter_ns": lambda: set_to(time, "perf_counter_ns", lambda: 0),
-    "torch's default dtype": lambda: set_by(torch.set_default_dtype, torch.float16, torch.float32),
-    "torch's grad mode": lambda: set_by(torch.set_grad_enabled, False, True),
-    "torch's deterministic algorithms": lambda: set_by(torch.use_deterministic_algorithms, True, False),
-    "environment variables of compilers": lambda: set_by(
-        lambda value: (
-            os.environ.pop("DISABLE_PTXAS_OPT") if value is None else os.environ.update(DISABLE_PTXAS_OPT=value)
-        ),
-        "1",
-        None,
+def write_callbacks(callbacks: list[Any]) -> None:
+    gc.callbacks[:] = callbacks
+
+
+# All values of a module in their order, but one under a new name, and another value under its name.
+MOVED = {"moved" if name == "regress" else name: value for name, value in vars(lab.references.errors).items()}
+# By the path that is named: an object or a mapping, the name of an attribute or a key, and its new value.
+CHANGES: dict[str, tuple[Any, Any, Any]] = {
+    "lab.references.errors.Comparison.passed": (Comparison, "passed", property(lambda self: True)),
+    "lab.references.errors.relative_l2": (lab.references.errors.relative_l2, "__code__", callback.__code__),
+    "lab.references.errors.regress": (
+        Setting(lambda: dict(vars(lab.references.errors)), write_names_of_errors),
+        "value",
+        MOVED | {"regress": callback},
     ),
-    "gc.callbacks": added_callback,
-    "threading.setprofile": lambda: set_by(threading.setprofile, callback, None),
+    "lab.references.errors.CONTROL_FACTOR": (lab.references.errors, "CONTROL_FACTOR", 1e9),
+    "lab.workloads.inputs.contents.fill": (lab.workloads.inputs.contents.fill, "__defaults__", (0.0,)),
+    "lab.calls.problem.AttentionProblem.__init__": (AttentionProblem.__init__.__kwdefaults__, "bmm1_scale", 2.0),
+    "torch.cuda.memory_cached": (
+        next(each for each in torch.cuda.memory_cached.__closure__ if callable(each.cell_contents)),
+        "cell_contents",
+        callback,
+    ),
+    "lab.workloads.inputs.contents.POISON": (lab.workloads.inputs.contents.POISON, torch.float16, 1.0),
+    "torch.cuda.synchronize": (torch.cuda, "synchronize", lambda device=None: None),
+    "torch.cuda.graphs.CUDAGraph.replay": (torch.cuda.CUDAGraph, "replay", lambda self: None),
+    "torch.cuda.streams.Event.elapsed_time": (torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),
+    "torch.Tensor.norm": (torch.Tensor, "norm", lambda self, **_: self),
+    "builtins.all": (builtins, "all", lambda _: True),
+    "builtins.map": (builtins, "map", lambda *_: iter(())),
+    "time.perf_counter_ns": (time, "perf_counter_ns", lambda: 0),
+    "torch's default dtype": (Setting(torch.get_default_dtype, torch.set_default_dtype), "value", torch.float16),
+    "torch's grad mode": (Setting(torch.is_grad_enabled, torch.set_grad_enabled), "value", False),
+    "torch's deterministic algorithms": (
+        Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        "value",
+        True,
+    ),
+    "environment variables of compilers": (os.environ, "DISABLE_PTXAS_OPT", "1"),
+    "gc.callbacks": (Setting(gc.callbacks.copy, write_callbacks), "value", [callback]),
+    "threading.setprofile": (Setting(threading.getprofile, threading.setprofile), "value", callback),
 }
 
 
+def change(name: str, patch: pytest.MonkeyPatch) -> None:
+    holder, key, value = CHANGES[name]
+    (patch.setitem if isinstance(holder, MutableMapping) else patch.setattr)(holder, key, value)
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_named_until_it_is_taken_back(name: str, noted: Bindings) -> None:
+def test_a_change_is_named_until_it_is_taken_back(name: str, noted: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert noted.changes() == []
-    restore = CHANGES[name]()
-    try:
-        changed = noted.changes()
-    finally:
-        restore()
+    change(name, monkeypatch)
+    changed = noted.changes()
+    monkeypatch.undo()
     assert name in changed
     assert noted.changes() == []
 
@@ -158,13 +128,10 @@ def test_a_change_is_named_until_it_is_taken_back(name: str, noted: Bindings) ->
 def test_a_change_is_named_if_python_s_own_comparison_is_replaced_too(
     name: str, noted: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restore = CHANGES[name]()
+    change(name, monkeypatch)
     monkeypatch.setattr(operator, "is_", lambda *_: True)
     monkeypatch.setattr(ctypes, "string_at", lambda *_: b"")
-    try:
-        assert name in noted.changes()
-    finally:
-        restore()
+    assert name in noted.changes()
 
 
 def test_a_change_is_named_if_python_s_own_lookups_are_replaced_too(
@@ -243,13 +210,12 @@ def test_a_tool_that_monitors_python_is_a_change(monkeypatch: pytest.MonkeyPatch
         (torch.Tensor, "to", "torch.Tensor.to"),
     ],
 )
-def test_a_new_name_that_hides_another_is_a_change(holder: Any, name: str, path: str, noted: Bindings) -> None:
-    setattr(holder, name, getattr(holder, name, max))
-    try:
-        changed = noted.changes()
-    finally:
-        delattr(holder, name)
-    assert changed == [path]
+def test_a_new_name_that_hides_another_is_a_change(
+    holder: Any, name: str, path: str, noted: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, name, getattr(holder, name, max), raising=False)
+    assert noted.changes() == [path]
+    monkeypatch.undo()
     assert noted.changes() == []
 
 
@@ -276,13 +242,12 @@ def test_the_last_name_of_a_module_that_is_gone_is_a_change(added: Any) -> None:
     assert noted.changes() == ["lab.added.last"]
 
 
-def test_what_is_new_and_what_is_only_used_is_no_change(noted: Bindings) -> None:
-    lab.references.errors.new = 1  # type: ignore[attr-defined]
+def test_what_is_new_and_what_is_only_used_is_no_change(noted: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.references.errors, "new", 1, raising=False)
     torch.manual_seed(torch.initial_seed())
     with torch.no_grad():
         torch.randn(3).norm()
     assert noted.changes() == []
-    del lab.references.errors.new  # type: ignore[attr-defined]
 
 
 def keyword_default_added(function: Any) -> None:
@@ -362,17 +327,14 @@ def test_a_record_is_current_until_a_name_changes_or_is_new(monkeypatch: pytest.
 def test_a_name_that_is_gone_is_a_change_and_a_new_one_is_none() -> None:
     names = {"alone": callback}
     noted = Bindings([("module.alone", names, "alone", callback)])
-    names["new"] = set_to
+    names["new"] = change
     assert noted.changes() == []
     del names["alone"]
     assert noted.changes() == ["module.alone"]
 
 
-def test_the_sentence_names_three_and_counts_the_others(noted: Bindings) -> None:
+def test_the_sentence_names_three_and_counts_the_others(noted: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it changed a, b, c and 2 more, by which" in in_words(list("abcde"))
-    restore = CHANGES["torch's default dtype"]()
-    try:
-        with pytest.raises(ChangedBindingsError, match="torch's default dtype"):
-            noted.check()
-    finally:
-        restore()
+    change("torch's default dtype", monkeypatch)
+    with pytest.raises(ChangedBindingsError, match="torch's default dtype"):
+        noted.check()
