@@ -105,21 +105,6 @@ def test_a_refused_argument_does_not_stand_for_a_factor_that_was_not_tried(capsy
     assert "unsupported" not in said
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--require", "batch"], "there is no factor 'batch'; there are batch-size, position"),
-        (["--factors", "K7"], "there is no factor 'K7'"),
-        (["--functions", "encode"], "there is no function 'encode'"),
-        (["--head-dims", "0"], "is not a whole number"),
-        (["--level", "quick"], "'quick' is not one of"),
-    ],
-)
-def test_a_wrong_command_ends_in_2(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["invariance", KERNEL, *options]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_run_that_leaves_cases_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["invariance", KERNEL, "--most-seconds", "0", "--in-process", *NARROW]) == 125
     assert "left out" in capsys.readouterr().out

@@ -208,18 +208,6 @@ def test_the_command_judges_one_call(dumps: Path, option: str, capsys: pytest.Ca
     assert run(["judge", "lab.references", option, f"{dumps}#2", "--device", "cpu", "--in-process"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--calls absent", "absent is no folder of recorded calls"),
-        ("--calls . --only K1", "no other case: leave out --only"),
-    ],
-)
-def test_the_command_refuses_in_a_sentence(options: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["judge", *options.split()]) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_an_lse_in_base_e_is_judged_in_base_e(tmp_path: Path) -> None:
     arguments = latent_arguments(return_lse=True, return_lse_base="basee")
     out, lse = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)

@@ -182,18 +182,3 @@ def test_the_server_does_not_start_where_nothing_can_be_recorded(
         assert run(["record", "--out", str(out), "--", sys.executable, str(server / "serve.py")]) == 2
     execve.assert_not_called()
     assert "below_a_file: Not a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--out", "x", "--", "no-such-server"], "there is no command no-such-server"),
-        (["--out", "x", "--every", "0", "--", "python"], "Invalid value for '--every'"),
-        (["--out", "x"], "Missing argument"),
-        (["--out", "x", "--shadow", "2", "--every", "3", "--", "python"], "shadow=2 takes the place of every=3"),
-        (["--out", "x", "--from-s", "60", "--until-s", "6", "--", "python"], "until_s=6 must be after from_s=60"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["record", *options]) == 2
-    assert sentence in capsys.readouterr().err

@@ -117,16 +117,3 @@ def test_a_kernel_that_changes_the_clock_is_named(
     monkeypatch.setattr(ab, "measure_interleaved", dishonest)
     assert run(["ab", *WORDS]) == 3
     assert "it changed time.perf_counter_ns" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([DECODE, "lab.references"], "the two sides are the same"),
-        (["decode/nosuch/2q1s64", "lab.references", "lab.kernels.portable"], "nosuch"),
-        ([*WORDS, "--clock", "wall"], "'wall' is not one of 'graph', 'cupti', 'events'"),
-    ],
-)
-def test_a_wrong_command_line_says_so(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ab", *words]) == 2
-    assert message in capsys.readouterr().err
