@@ -291,11 +291,10 @@ def merge(
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file of the united report")],
 ) -> None:
     """Unite the reports of `lab judge --shard 1/8`, `--shard 2/8` and so on. The exit status is that of an undivided run."""
-    refuse_unreadable("not merged", *reports)
-    from lab.checks.record import merged, replaceable
-    from lab.reports.judgement import show as show_report
+    with refusing_recordings("not merged", *reports):
+        from lab.checks.record import merged, replaceable
+        from lab.reports.judgement import show as show_report
 
-    with refusing_recordings("not merged"):
         report = merged(reports, replaceable(out))
         report.write(out)
         show_report(report, terminal())
@@ -309,11 +308,10 @@ def _print_recorded_coverage(report: str, is_wanted: bool) -> None:
             f"--case {report}#17 judges its case 17 again, and lab compare compares two reports"
         )
     path = Path(report)
-    refuse_unreadable("no coverage", path)
-    from lab.checks.parameters.coverage import coverages
-    from lab.checks.record import read_cases, read_expression, read_record
+    with refusing_recordings("no coverage", path):
+        from lab.checks.parameters.coverage import coverages
+        from lab.checks.record import read_cases, read_expression, read_record
 
-    with refusing_recordings("no coverage"):
         record = read_record(path)
         found = coverages(list(read_cases(record, path)), read_expression(record["ranges"]))
     _print_coverage(terminal(), found)

@@ -148,12 +148,14 @@ def refusing_errors() -> Iterator[None]:
 
 
 @contextmanager
-def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """If the block fails to read or compare recorded files, print "`what_failed`: message" to stderr and end the command.
+def refusing_recordings(what_failed: str, *paths: Path | str) -> Iterator[None]:
+    """If the block fails to read or compare recorded files, print "`what_failed`: message" to stderr and end the command. Files
+    at `paths` that are not JSON end it before the block, which imports slow modules.
 
     The exit status is NOT_JUDGED if the files cannot be compared, else MISUSED. The block may raise any of `lab.files.DAMAGED`,
     because a file may contain any JSON.
     """
+    refuse_unreadable(what_failed, *paths)
     from lab.checks.record import ReportError
     from lab.reports.recorded_file import NotComparableError, RecordedFileError
 
@@ -170,7 +172,7 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
 
 
 def refuse_unreadable(what_failed: str, *paths: Path | str) -> None:
-    """Exit with MISUSED and "`what_failed`: reason" if a file is not JSON. Commands call this first, before slow imports."""
+    """Exit with MISUSED and "`what_failed`: reason" if a file is not JSON."""
     for path in map(Path, paths):
         try:
             if not path.is_dir():

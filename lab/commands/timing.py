@@ -19,7 +19,6 @@ from lab.commands.options import (
     one_call,
     refuse,
     refuse_options_without,
-    refuse_unreadable,
     refusing_errors,
     refusing_recordings,
 )
@@ -65,10 +64,9 @@ def compare(
     """
     if (after is None) == (by is None):
         refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
-    refuse_unreadable("not compared", *filter(None, (before, after)))
-    from lab.reports.changed_verdicts import compare_verdicts, has_report
+    with refusing_recordings("not compared", *filter(None, (before, after))):
+        from lab.reports.changed_verdicts import compare_verdicts, has_report
 
-    with refusing_recordings("not compared"):
         if after is not None and has_report(before, after):
             report = compare_verdicts(Path(before), Path(after))
         else:
@@ -99,10 +97,9 @@ def releases(
     A finding is "not reachable" in a release if each of its cases is declined, not judged or wrong for another reason there.
     Exit status: 125 if the reports have different settings.
     """
-    refuse_unreadable("not compared", *reports)
-    from lab.reports.releases import releases_report
+    with refusing_recordings("not compared", *reports):
+        from lab.reports.releases import releases_report
 
-    with refusing_recordings("not compared"):
         report = releases_report(reports, package, findings)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
@@ -226,11 +223,10 @@ def report(
     ] = None,
 ) -> None:
     """Write tables and plots of a recorded run."""
-    refuse_unreadable("no report", run)
-    from lab.reports.recorded import read_run
-    from lab.reports.timings import NO_PLOTS, can_plot, write_report
+    with refusing_recordings("no report", run):
+        from lab.reports.recorded import read_run
+        from lab.reports.timings import NO_PLOTS, can_plot, write_report
 
-    with refusing_recordings("no report"):
         paths = write_report(read_run(run), out or run.parent)
     for path in paths:
         print(path)
