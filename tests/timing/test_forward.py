@@ -19,10 +19,9 @@ from lab.timing.host_time import CALLS_PER_BATCH, HostTime, host_time
 from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import check_results, renew
 from lab.workloads import ForwardCase
-from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
-from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
+from lab.workloads.inputs.forward_pass import build_forward
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.inputs.redraw import Seeds
-from lab.workloads.mla_case import MLACase
 from lab.workloads.scenarios import timed_scenario
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import write_call
@@ -35,9 +34,6 @@ MLA = f"{DECODE}_mla"
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(case: ForwardCase, device: torch.device) -> ForwardPass:
-        return build_forward(case, torch.device("cpu"))
-
     def stage(work: GpuWork, method: Method) -> Any:
         call, seeds = work.call(), Seeds(1, 8)
         renew(work, seeds)
@@ -45,17 +41,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         check_results([work], seeds)
         return SimpleNamespace(calls=[call], buffers=[work])
 
-    def measure(staged: Mapping[str, Any], method: Method, seed: int | None) -> dict[str, GpuTime]:
-        return {name: GpuTime((2.0,), method, launches=1) for name in staged}
-
-    def build_mla(case: MLACase, device: torch.device) -> MLAPass:
-        return build_mla_pass(case, torch.device("cpu"))
-
-    def one_call(calls: Mapping[str, Any], **_: int) -> dict[str, HostTime]:
-        return host_time(calls, batches=1, calls_per_batch=1)
-
-    builders = (("build_forward", build), ("build_mla_pass", build_mla))
-    for name, function in (*builders, ("stage", stage), ("measure_staged", measure), ("host_time", one_call)):
+    replaced: dict[str, Any] = {
+        "build_forward": lambda case, device: build_forward(case, torch.device("cpu")),
+        "build_mla_pass": lambda case, device: build_mla_pass(case, torch.device("cpu")),
+        "stage": stage,
+        "measure_staged": lambda staged, method, seed: dict.fromkeys(staged, GpuTime((2.0,), method, launches=1)),
+        "host_time": lambda calls, **_: host_time(calls, batches=1, calls_per_batch=1),
+    }
+    for name, function in replaced.items():
         monkeypatch.setattr(forward, name, function)
 
 
