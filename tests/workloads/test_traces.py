@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lab.workloads.traces import (
     TracedRequest,
-    own_trace,
     read_azure,
     read_mooncake,
     read_trace,
@@ -218,8 +217,3 @@ def test_the_suffix_names_the_format(tmp_path: Path) -> None:
         read_trace(other)
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "none.csv")
-
-
-def test_own_trace_is_in_order() -> None:
-    arrivals = [request.arrival_ms for request in own_trace()]
-    assert arrivals == sorted(arrivals)
