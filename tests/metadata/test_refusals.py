@@ -147,27 +147,26 @@ def test_an_empty_batch_makes_no_call(backend: Any, pool_of: str, modes: list[Fo
 EXTEND, (V1, V2) = Case(ForwardMode.EXTEND, (5,), (2,)), (Case(mode, (5,), (2,)) for mode in DRAFT_EXTENDS)
 
 
+BOTH = (build_mha_metadata, build_mla_metadata)
+
+
 @pytest.mark.parametrize(
-    ("case", "missing", "message"),
+    ("builders", "case", "missing", "message"),
     [
-        (EXTEND, {"extend_seq_lens_cpu": None}, "EXTEND needs extend_seq_lens_cpu"),
-        (EXTEND, {"extend_prefix_lens_cpu": None}, "needs extend_prefix_lens_cpu"),
-        (V1, {"extend_seq_lens": None}, "device tensor extend_seq_lens"),
-        (V2, {"extend_seq_lens_cpu": None}, "needs extend_seq_lens_cpu"),
-        (Case(ForwardMode.DECODE, (5,), new=1), {"spec_info": SpecInfo()}, "needs SpecInfo.speculative_step_id"),
-        (Case(ForwardMode.TARGET_VERIFY, (), new=1), {"spec_info": None}, "needs SpecInfo.num_draft_tokens"),
+        (BOTH, EXTEND, {"extend_seq_lens_cpu": None}, "EXTEND needs extend_seq_lens_cpu"),
+        (BOTH, EXTEND, {"extend_prefix_lens_cpu": None}, "needs extend_prefix_lens_cpu"),
+        (BOTH[:1], EXTEND, {"extend_seq_lens": None}, "device tensor extend_seq_lens"),
+        (BOTH[1:], EXTEND, {"extend_prefix_lens": None}, "device tensor extend_prefix_lens"),
+        (BOTH, V1, {"extend_seq_lens": None}, "device tensor extend_seq_lens"),
+        (BOTH, V2, {"extend_seq_lens_cpu": None}, "needs extend_seq_lens_cpu"),
+        (BOTH, Case(ForwardMode.DECODE, (5,), new=1), {"spec_info": SpecInfo()}, "needs SpecInfo.speculative_step_id"),
+        (BOTH, Case(ForwardMode.TARGET_VERIFY, (), new=1), {"spec_info": None}, "needs SpecInfo.num_draft_tokens"),
     ],
 )
-def test_missing_facts_are_asked_for(case: Case, missing: dict[str, Any], message: str) -> None:
+def test_missing_facts_are_asked_for(
+    builders: tuple[Build, ...], case: Case, missing: dict[str, Any], message: str
+) -> None:
     batch, pool = build(of_mla(case))
-    for build_metadata in (build_mha_metadata, build_mla_metadata):
+    for build_metadata in builders:
         with pytest.raises(ValueError, match=message):
             build_metadata(replace(batch, **missing), pool)
-
-
-def test_an_extend_takes_lengths_from_the_device() -> None:
-    batch, pool = build(of_mla(EXTEND))
-    with pytest.raises(ValueError, match="device tensor extend_seq_lens"):
-        build_mha_metadata(replace(batch, extend_seq_lens=None), pool)
-    with pytest.raises(ValueError, match="device tensor extend_prefix_lens"):
-        build_mla_metadata(replace(batch, extend_prefix_lens=None), pool)
