@@ -244,8 +244,6 @@ def test_cache_refusals() -> None:
         cache.write(slots, rows, rows.float())
     with pytest.raises(ValueError, match=r"k has shape \[1, 2, 8\], expected \[3, 2, 8\]"):
         cache.write(slots, rows[:1], rows)
-    with pytest.raises(ValueError, match=r"KVPool\.new_cache"):
-        PagedKVCache(cache.k_cache, KVLayout.NHD)
 
 
 def test_everything_works_where_reading_is_impossible() -> None:
@@ -294,7 +292,7 @@ def test_nothing_virtual_is_outside_the_pool() -> None:
 def test_storage_of_other_axes_or_with_gaps_is_refused() -> None:
     for shape, swapped in (((2, 3, 16, 8), None), ((3, 3, 1, 16, 8), None), ((2, 3, 1, 8, 16), (3, 4))):
         storage = torch.zeros(shape)
-        with pytest.raises(ValueError, match=r"expected a contiguous \[2, num_pages"):
+        with pytest.raises(ValueError, match=r"expected a contiguous \[2, num_pages.*KVPool\.new_cache"):
             PagedKVCache(storage if swapped is None else storage.transpose(*swapped), KVLayout.HND)
     for storage in (torch.zeros(3, 1, 16, 8), torch.zeros(3, 8, 16).transpose(1, 2)):
         with pytest.raises(ValueError, match=r"expected a contiguous \[num_pages, page_size, entry\]"):
