@@ -163,10 +163,10 @@ def _upstream_truth(case: AttentionCase) -> torch.Tensor:
 TITLE = "# Which check finds which mutant"
 LEGEND = (
     "A *mutant* is a kernel with one deliberate defect; `lab judge corpus:NAME` judges the mutant NAME. A cross marks each "
-    "[check](../docs/checks.md) of the judge that finds the mutant of the row. The last column has the numbers of "
-    "the tolerance rules of other projects' tests (`corpus.upstream_rules`) that accept the mutant's outputs for inputs like "
-    "the inputs of the tests. In the last column, *all* means that every rule accepts the outputs, – means that no rule "
-    "accepts the outputs, and an empty cell means that the rules do not apply to the mutant."
+    "[check](../docs/checks.md) of the judge that finds the mutant of the row. `UPSTREAM_RULES` of `corpus.upstream_rules` has "
+    "the tolerance rules of other projects' tests, numbered from 0. The last column has the numbers of the rules that accept "
+    "the mutant's outputs for the kind of inputs that these tests use. In the last column, *all* means that every rule accepts "
+    "the outputs, – means that no rule accepts the outputs, and an empty cell means that the rules do not apply to the mutant."
 )
 
 
@@ -177,12 +177,15 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     rows = [TITLE, "", LEGEND, "", columns, f"|---|{'---|' * (len(keys) + 1)}"]
     for record in records:
         marks = ["×" if key in record["kills"] else "" for key in keys]
-        upstream = record["upstream"]
-        let = (
-            "" if upstream is None else "all" if len(upstream) == len(UPSTREAM_RULES) else " ".join(map(str, upstream))
-        )
-        rows.append(f"| {record['mutant']} | {' | '.join(marks)} | {let or '–'} |")
+        rows.append(f"| {record['mutant']} | {' | '.join(marks)} | {_accepting(record['upstream'])} |")
     return "\n".join(rows) + "\n"
+
+
+def _accepting(upstream: Sequence[int] | None) -> str:
+    """Return the cell of the upstream rules that accept a mutant; None if the rules do not apply."""
+    if upstream is None:
+        return ""
+    return "all" if len(upstream) == len(UPSTREAM_RULES) else " ".join(map(str, upstream)) or "–"
 
 
 def _start_worker() -> None:

@@ -15,6 +15,7 @@ from corpus.models.lists import Lists
 from corpus.models.metadata import DSV4Builder, MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import DSV4Decode, Ragged, SelectedSplitKV
 from corpus.models.split_kv import SplitKV
+from corpus.upstream_rules import UPSTREAM_RULES
 from corpus.wrong import DSV4, DSV4_METADATA, LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
@@ -83,6 +84,15 @@ def test_every_check_kills_a_mutant() -> None:
 
 def test_the_table_is_the_matrix() -> None:
     assert without_suffix(RECORDED).with_suffix(".md").read_text() == markdown(list(records().values()))
+
+
+@pytest.mark.parametrize(
+    ("upstream", "cell"),
+    [(None, ""), ([], "–"), ([0, 3], "0 3"), (list(range(len(UPSTREAM_RULES))), "all")],
+)
+def test_the_last_column_has_the_rules_that_accept_a_mutant(upstream: list[int] | None, cell: str) -> None:
+    row = markdown([{"mutant": "one", "kills": {}, "upstream": upstream}]).splitlines()[-1]
+    assert row.split("|")[-2].strip() == cell
 
 
 def sample() -> set[str]:
