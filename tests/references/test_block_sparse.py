@@ -12,7 +12,6 @@ from lab.references import assert_close_to_reference, trtllm_batch_decode_with_k
 from tests.cases import assert_same, block_sparse_arguments, decode_arguments, expected, of_kv_head, random_batch
 
 decode = trtllm_batch_decode_with_kv_cache
-P = 16
 KV_LENS = [50, 16, 37]
 # Pages of two K/V heads: the last partly filled or left out, all, one, none.
 PAGES = [[[0, 3], [0], [1]], [[1, 2], [], [0, 1, 2]]]
