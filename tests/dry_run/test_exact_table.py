@@ -27,14 +27,14 @@ def launched() -> dict[str, Any]:
     runs = {
         "decode": (flashinfer.decode.trtllm_batch_decode_with_kv_cache, calls.decode(keys=8192)),
         "context": (flashinfer.prefill.trtllm_batch_context_with_kv_cache, calls.context()),
-        "mla": (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, calls.mla() | {"backend": "trtllm-gen"}),
+        "mla": (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, calls.mla()),
         "ragged": (flashinfer.prefill.trtllm_ragged_attention_deepseek, calls.ragged()),
     }
     shown: dict[str, Any] = {}
     with machine("b200") as gpu:
         for name, (function, arguments) in runs.items():
             gpu.clear()
-            function(**arguments)
+            calls.run_installed(function, arguments)
             launch = gpu.launches[0]
             assert launch.params is not None
             shown[name] = [launch.name, launch.grid, launch.cluster, launch.params.scale_softmax_log2]

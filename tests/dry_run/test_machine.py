@@ -46,7 +46,7 @@ def test_decode(blackwell: Machine) -> None:
 
 
 def test_a_window_and_an_lse(blackwell: Machine) -> None:
-    _, lse = trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode(), window_left=100, return_lse=True)
+    _, lse = trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode(window_left=100, lse="returned"))
     attention, lse_kernel = blackwell.launches
     assert "SlidingOrChunkedCausal" in attention.name
     assert attention.params is not None
@@ -74,39 +74,25 @@ def test_verify_context_mla_and_ragged(blackwell: Machine) -> None:
 
 
 def test_a_split_mla_call_launches_the_kernel_that_joins_its_parts(b200: Machine) -> None:
-    given = calls.mla(keys=8192)
-    given["query"] = torch.zeros(1, 4, 128, 576, dtype=torch.bfloat16)
-    trtllm.trtllm_batch_decode_with_kv_cache_mla(
-        **given | {name: given[name][:1] for name in ("block_tables", "seq_lens")}
-    )
+    trtllm.trtllm_batch_decode_with_kv_cache_mla(**calls.mla(max_kv_len=8192, batch_size=1, q_len=4))
     attention, joins = b200.launches
     assert "fmhaReductionKernel" in joins.name
     assert joins.params == attention.params
 
 
-def with_heads_apart() -> dict[str, Any]:
-    """Return a decode call with 132 elements of K and V between two tokens, of which 128 are used."""
-    cache = tuple(torch.zeros(40, 4, 64, 132, dtype=torch.bfloat16)[..., :128] for _ in range(2))
-    return calls.decode() | {"kv_cache": cache}
-
-
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("values", "said"),
     [
-        (with_heads_apart(), "TMA descriptor: stride 0 of 264 bytes is no multiple of 16"),
-        (calls.decode(head_dim=96), "Missing TRTLLM-GEN kernel (decode)"),
-        (
-            calls.decode() | {"query": torch.zeros(8 * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(8, 32, 128)},
-            "0b1111",
-        ),
+        ({"gap": "4 elements a token"}, "TMA descriptor: stride 0 of 264 bytes is no multiple of 16"),
+        ({"head_dim": 96}, "Missing TRTLLM-GEN kernel (decode)"),
+        ({"query": "8 bytes on"}, "0b1111"),
     ],
-    ids=["stride", "head_dim", "address"],
 )
-def test_the_launchers_refusal_is_an_exception(given: dict[str, Any], said: str, b200: Machine, capfd: Any) -> None:
+def test_the_launchers_refusal_is_an_exception(values: dict[str, Any], said: str, b200: Machine, capfd: Any) -> None:
     import flashinfer.decode
 
     with pytest.raises(LaunchError) as refused:
-        flashinfer.decode.trtllm_batch_decode_with_kv_cache(**given)
+        calls.run_installed(flashinfer.decode.trtllm_batch_decode_with_kv_cache, calls.decode(**values))
     assert said in str(refused.value)
     assert b200.launches == ()
     assert "Error" not in capfd.readouterr().err
@@ -115,7 +101,7 @@ def test_the_launchers_refusal_is_an_exception(given: dict[str, Any], said: str,
 def test_a_counter_buffer_that_flashinfer_makes_is_a_fill(b200: Machine) -> None:
     import flashinfer.decode
 
-    flashinfer.decode.trtllm_batch_decode_with_kv_cache(**calls.decode())
+    calls.run_installed(flashinfer.decode.trtllm_batch_decode_with_kv_cache, calls.decode())
     (fill,) = b200.fills
     params = b200.launches[0].params
     assert params is not None
