@@ -17,7 +17,7 @@ from lab.calls.problem import LATENT_CALLS, AttentionCall, shown_draft_tokens
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace
 from lab.checks.explain.feature import DTYPE_NAMES, LENGTHS, NO_FEATURES, SMALL_SCALE, Features, Read, Value
 from lab.checks.explain.features import FEATURES, GIVEN, OF_PROBLEM, REMEMBERED, WATCHED, feature_named
-from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests, read_values
+from lab.checks.explain.request_features import TILE, read_batch, read_bounds, read_pages, read_requests
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.references.errors import Truth
@@ -26,6 +26,7 @@ from lab.workloads.inputs.guards import copied_together
 
 # The parameters of each function whose default is None
 OPTIONAL = {call: {each.name for each in fields(made) if each.default is None} for call, made in CALL_TYPES.items()}
+MOST_VALUE = 2**30  # to which values of an output are limited
 FAR_ELEMENTS = 2**31  # the first offset in elements that overflows int32
 # Features that are read from a case's field of this name, or else from the case's `model`.
 SIZES = ("head_dim", "v_head_dim", "num_kv_heads", "num_qo_heads", "group")  # of a problem, too
@@ -51,11 +52,17 @@ class CallFeatures:
         of_requests = tuple({**own, **entries} for own, entries in zip(lengths.of_requests, selections, strict=False))
         return replace(lengths, features={**self.features, **of_case.features}, of_requests=of_requests)
 
-    def with_values(self, expected: Truth) -> "CallFeatures":
-        """Return these features, with those of each request's expected output and LSE."""
-        if len(expected.expected) != sum(self.q_lens) or len(self.of_requests) != len(self.q_lens):
+    def with_values(self, truth: Truth) -> "CallFeatures":
+        """Return these features, with those of each request's expected output, and of its LSE in base 2."""
+        if len(truth.expected) != sum(self.q_lens) or len(self.of_requests) != len(self.q_lens):
             return self
-        read = map(kept, read_values(expected, self.q_lens))
+        largest, lse = truth.expected.abs().flatten(1).amax(dim=1), truth.lse_log2.nan_to_num(neginf=0.0)
+        values = torch.stack([largest, lse.amax(dim=1), -lse.amin(dim=1)]).nan_to_num().clamp(0, MOST_VALUE).ceil()
+        names = ("largest_output", "lse_above_zero", "lse_below_zero")
+        read = (
+            dict(zip(names, of_rows.amax(dim=1).tolist(), strict=True)) if of_rows.numel() else {}
+            for of_rows in values.int().cpu().split(list(self.q_lens), dim=1)
+        )
         return replace(self, of_requests=tuple(map(operator.or_, self.of_requests, read)))
 
     @classmethod
@@ -248,7 +255,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "one_table": len(table) > 1 and table.numel() > 0 and (table == table[0]).all(),
         "other_page_size": getattr(problem, "window_cache", k_cache).shape[2] != page_size,
         "head_lengths_differ": problem.seq_lens.dim() == 2 and (problem.seq_lens != problem.seq_lens[0]).any(),
-        "page_elements": page_size * problem.head_dim,
+        "page_elements": page_size * problem.query.shape[2],
         "table_columns": table.shape[1],
         "table_beyond_bound": table.shape[1] > -(-problem.max_kv_len // page_size),
         "pool_pages": num_pages,

@@ -5,15 +5,11 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from lab.calls import PagedAttention, Problem
 from lab.checks.explain.entry_features import read_selections
 from lab.checks.explain.feature import LOADED_COLUMNS, Features, Read
 from lab.checks.explain.features import ROW_BLOCKS, ROW_TILES, TILES, WINDOW_TILES
-from lab.references.errors import Truth
 
-MOST_VALUE = 2**30  # to which values of an output are limited
 TILE = 64  # keys that many kernels load at a time
 
 
@@ -133,17 +129,6 @@ def read_bounds(problem: Problem, kv_lens: Sequence[int], q_lens: Sequence[int])
             "no_key_seen": is_unseen or kv_len == 0 < q_len or (problem.causal and kv_len < q_len),
         }
         first_row += q_len
-
-
-def read_values(truth: Truth, q_lens: Sequence[int]) -> Iterator[Read]:
-    """Yield for each request the features of its expected output, and of its LSE in base 2."""
-    largest, lse = truth.expected.abs().flatten(1).amax(dim=1), truth.lse_log2.nan_to_num(neginf=0.0)
-    of_rows = (
-        torch.stack([largest, lse.amax(dim=1), -lse.amin(dim=1)]).nan_to_num().clamp(0, MOST_VALUE).ceil().int().cpu()
-    )
-    for rows in of_rows.split(list(q_lens), dim=1):
-        names = ("largest_output", "lse_above_zero", "lse_below_zero")
-        yield dict(zip(names, rows.amax(dim=1).tolist(), strict=True)) if rows.numel() else {}
 
 
 def read_pages(problem: PagedAttention, kv_lens: Sequence[int], page_size: int) -> list[Read]:

@@ -33,7 +33,6 @@ from lab.checks.explain.request_features import (
     read_earlier,
     read_pages,
     read_request,
-    read_values,
 )
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.metadata import MetadataCase
@@ -308,7 +307,7 @@ def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
     of_lengths = read_request(0, (1,), 1, 16, -1) | read_batch((1,), (1,), 16, -1) | next(read_earlier((1,), (1,), {}))
     names = [*FEATURES]
     of_cases = names[names.index("contents") : names.index("later_call")]
-    (of_values,) = read_values(truth_of([[0.5]], [[1.0]]), [1])
+    (of_values,) = CallFeatures({}, ({},), (1,)).with_values(truth_of([[0.5]], [[1.0]])).of_requests
     read = (
         of_call | of_sparse | of_selection | of_pages | of_bounds | of_lengths | of_values | CallLog().read(arguments)
     )
@@ -324,13 +323,12 @@ def truth_of(outputs: list[list[float]], lse: list[list[float]]) -> Truth:
 def test_the_size_of_a_requests_output_and_lse_are_features() -> None:
     truth = truth_of([[1, -450.5], [3, 2], [math.nan, 1e30]], [[-130.5], [7], [-math.inf]])
     names = ("largest_output", "lse_above_zero", "lse_below_zero")
-    assert [[each.get(name) for name in names] for each in read_values(truth, [2, 0, 1])] == [
+    found = CallFeatures.of_lengths({}, [9, 9, 9], [2, 0, 1]).with_values(truth)
+    assert [[each.get(name) for name in names] for each in found.of_requests] == [
         [451, 7, 131],
         [None] * 3,
         [0, 0, 0],
     ]
-    found = CallFeatures.of_lengths({}, [9, 9, 9], [2, 0, 1]).with_values(truth)
-    assert [each.get("largest_output") for each in found.of_requests] == [451, None, 0]
     of_two_rows = CallFeatures.of_lengths({}, [9], [2])  # which are not the rows of the results
     assert of_two_rows.with_values(truth) is of_two_rows
 
