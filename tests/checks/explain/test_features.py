@@ -53,6 +53,8 @@ from tests.checks.small import SMALL
 CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
 PLAIN = AttentionCase(AttentionCall.DECODE, (40, 24), (2, 2), num_kv_heads=2, group=2)
 LATENT = AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
+VERIFY = MetadataCase(ForwardMode.TARGET_VERIFY, (12, 1), (4, 4), page_size=16, rows=4)
+DRAFT_EXTEND = MetadataCase(ForwardMode.DRAFT_EXTEND, (12, 1), (1, 4), page_size=16)
 CPU = torch.device("cpu")
 DECODE, CONTEXT, MLA, RAGGED = (
     AttentionCall.DECODE,
@@ -112,8 +114,8 @@ def test_a_plain_call_has_these_features_and_no_others(interface: AttentionCall,
     assert read(interface) == named(features)
 
 
-def of(name: str) -> Any:
-    return ARGUMENTS[DECODE][name]
+def of(name: str, interface: AttentionCall = DECODE) -> Any:
+    return ARGUMENTS[interface][name]
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +144,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 K, V = of("kv_cache")
-KEY, VALUE = ARGUMENTS[RAGGED]["key"], ARGUMENTS[RAGGED]["value"]
+KEY, VALUE = of("key", RAGGED), of("value", RAGGED)
 TABLES = of("block_tables")
 FOUR, LSE = torch.zeros(4), torch.empty(4, 4)
 E4M3 = {"query": of("query").to(torch.float8_e4m3fn), "kv_cache": (K.to(torch.float8_e4m3fn),) * 2}
@@ -235,16 +237,8 @@ def offsets(most: int, *values: int) -> dict[str, Any]:
         (DECODE, E4M3 | {"o_scale": 2.0}, "dtype=e4m3 kv_dtype=e4m3 out_dtype=e4m3 o_scale_not_1"),
         (CONTEXT, {"causal": False}, "not_causal"),
         (MLA, {"sinks": [torch.zeros(4)]}, "sinks sinks_list"),
-        (
-            MLA,
-            {"return_lse": True, "return_lse_base": "basee"},
-            "return_lse return_lse_base_given lse_base_e",
-        ),
-        (
-            MLA,
-            {"query": ARGUMENTS[MLA]["query"].flatten(0, 1), "cum_seq_lens_q": ints(0, 1)},
-            "cum_seq_lens_q_given",
-        ),
+        (MLA, {"return_lse": True, "return_lse_base": "basee"}, "return_lse return_lse_base_given lse_base_e"),
+        (MLA, {"query": of("query", MLA).flatten(0, 1), "cum_seq_lens_q": ints(0, 1)}, "cum_seq_lens_q_given"),
         (RAGGED, {"key": widened(KEY)}, "key_gaps key_heads_apart key_stride=288"),
         (RAGGED, {"value": widened(VALUE)}, "value_gaps value_heads_apart value_stride=192"),
         (RAGGED, {"value": torch.cat([VALUE, VALUE], dim=1)[:, : VALUE.shape[1]]}, "value_gaps value_stride=192"),
@@ -333,55 +327,41 @@ def test_the_size_of_a_requests_output_and_lse_are_features() -> None:
     assert of_two_rows.with_values(truth) is of_two_rows
 
 
-def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests() -> None:
-    read = [*read_earlier((9, 9, 5, 8), (4, 2, 4, 4), {"group": 8})]
-    assert [each["packed_rows"] for each in read] == [32, 16, 32, 32]
-    assert [(each["rows_before"], each["rows_so_far"]) for each in read] == [(0, 4), (4, 6), (6, 10), (10, 14)]
-    assert [each["keys_before"] for each in read] == [0, 9, 18, 23]
-    assert [each["previous_q_len"] for each in read] == [None, 4, 2, 4]
-    assert [each["after_fewer_rows"] for each in read] == [False, False, True, True]
-    assert [each["after_shorter"] for each in read] == [False, False, False, True]
-    blocks = [*read_earlier((17, 15, 4), (1, 3, 2), {"sage_rows": 4, "sage_keys": 16})]
-    in_blocks = [[each[f"{name}_in_block"] for each in blocks] for name in ("rows", "keys")]
-    assert in_blocks == [[False, True, False]] * 2
-    assert [each["work_items"] for each in read_earlier((9, 9), (4, 2), {"num_kv_heads": 3})] == [3, 6]
-    assert not any(each["fewer_tiles"] for each in read)
-    assert [each["fewer_tiles"] for each in read_earlier((64, 65, 128), (1, 1, 1), {})] == [True, False, False]
-    of_builder = next(read_earlier((4,), (4,), {}))  # a metadata builder's batch has no heads
-    assert of_builder["packed_rows"] is None
-
-
-@pytest.mark.parametrize(("kv_lens", "q_lens"), [((0, 5, 5), (1, 1, 1)), ((5, 5, 5), (0, 1, 1))])
-def test_a_request_without_rows_or_keys_precedes_others(kv_lens: tuple[int, ...], q_lens: tuple[int, ...]) -> None:
-    read = [*read_earlier(kv_lens, q_lens, {})]
-    assert [each["after_empty"] for each in read] == [False, True, True]
-    assert not any(each["after_inner_no_rows"] for each in read)
-    assert [each["after_no_rows"] for each in read] == [False, *[q_lens[0] == 0] * 2]
-
-
-def test_a_request_without_rows_lies_between_the_first_and_a_later_one() -> None:
-    read = [*read_earlier((5, 5, 5, 5), (0, 1, 0, 1), {})]
-    assert [each["after_inner_no_rows"] for each in read] == [False, False, False, True]
-
-
-def test_keys_of_a_request_without_rows_precede_the_next_request_alone() -> None:
-    read = [*read_earlier((5, 5, 5, 0, 5), (0, 1, 1, 0, 1), {})]
-    assert [each["after_unread_keys"] for each in read] == [False, True, False, False, False]
+FOUR_REQUESTS = (9, 9, 5, 8), (4, 2, 4, 4)
+BLOCKS_OF_SCALES = {"sage_rows": 4, "sage_keys": 16}
 
 
 @pytest.mark.parametrize(
-    ("q_lens", "late"),
+    ("kv_lens", "q_lens", "sizes", "expected"),
     [
-        ((16, 16), [False, False]),
-        ((1, 15), [False, True]),
-        ((17, 1, 14), [False, True, True]),
-        ((1, 15, 0), [False, True, False]),
+        # Rows, keys and tiles of 64 keys are compared with those of all requests, and with those of earlier ones.
+        (*FOUR_REQUESTS, {"group": 8}, {"packed_rows": [32, 16, 32, 32], "previous_q_len": [None, 4, 2, 4]}),
+        (*FOUR_REQUESTS, {}, {"rows_before": [0, 4, 6, 10], "rows_so_far": [4, 6, 10, 14]}),
+        (*FOUR_REQUESTS, {}, {"keys_before": [0, 9, 18, 23], "fewer_tiles": [0, 0, 0, 0]}),
+        (*FOUR_REQUESTS, {}, {"after_fewer_rows": [0, 0, 1, 1], "after_shorter": [0, 0, 0, 1]}),
+        ((64, 65, 128), (1, 1, 1), {}, {"fewer_tiles": [1, 0, 0]}),
+        ((4,), (4,), {}, {"packed_rows": [None]}),  # a metadata builder's batch has no heads
+        ((9, 9), (4, 2), {"num_kv_heads": 3}, {"work_items": [3, 6]}),
+        ((17, 15, 4), (1, 3, 2), BLOCKS_OF_SCALES, {"rows_in_block": [0, 1, 0], "keys_in_block": [0, 1, 0]}),
+        # Requests without rows or without keys.
+        ((0, 5, 5), (1, 1, 1), {}, {"after_empty": [0, 1, 1], "after_no_rows": [0, 0, 0]}),
+        ((5, 5, 5), (0, 1, 1), {}, {"after_empty": [0, 1, 1], "after_no_rows": [0, 1, 1]}),
+        ((0, 5, 5), (1, 1, 1), {}, {"after_inner_no_rows": [0, 0, 0]}),
+        ((5, 5, 5), (0, 1, 1), {}, {"after_inner_no_rows": [0, 0, 0]}),
+        ((5, 5, 5, 5), (0, 1, 0, 1), {}, {"after_inner_no_rows": [0, 0, 0, 1]}),  # between the first and a later one
+        ((5, 5, 5, 0, 5), (0, 1, 1, 0, 1), {}, {"after_unread_keys": [0, 1, 0, 0, 0]}),  # of the request just before
+        # Blocks of rows do not begin anew in each request.
+        ((20, 20), (16, 16), {}, {"late_block_of_16": [0, 0], "late_block_of_64": [0, 1]}),
+        ((20, 20), (1, 15), {}, {"late_block_of_16": [0, 1], "late_block_of_64": [0, 1]}),
+        ((20, 20, 20), (17, 1, 14), {}, {"late_block_of_16": [0, 1, 1], "late_block_of_64": [0, 1, 1]}),
+        ((20, 20, 20), (1, 15, 0), {}, {"late_block_of_16": [0, 1, 0], "late_block_of_64": [0, 1, 0]}),
     ],
 )
-def test_blocks_of_rows_that_begin_anew_in_each_request_are_counted(q_lens: tuple[int, ...], late: list[bool]) -> None:
-    read = [*read_earlier((20,) * len(q_lens), q_lens, {})]
-    assert [each["late_block_of_16"] for each in read] == late
-    assert [each["late_block_of_64"] for each in read] == [count > 0 and q > 0 for count, q in enumerate(q_lens)]
+def test_a_request_is_compared_with_the_whole_batch_and_with_earlier_requests(
+    kv_lens: tuple[int, ...], q_lens: tuple[int, ...], sizes: dict[str, int], expected: dict[str, list[int | None]]
+) -> None:
+    read = [*read_earlier(kv_lens, q_lens, sizes)]
+    assert {name: [each[name] for each in read] for name in expected} == expected
 
 
 SEVERAL = [-1] * 128
@@ -483,10 +463,8 @@ def test_sizes_of_a_case_make_features_of_its_call() -> None:
     assert read(DECODE)["page_elements"] == 16 * 64
     three_rows = arguments_of(replace(PLAIN, q_lens=(3, 3))) | {"mask": torch.ones(2, 3, 2, dtype=torch.uint16)}
     assert features_of_call(DECODE, three_rows, CallLog()).features["mask_words"] == 2
-    one_row = arguments_of(replace(PLAIN, kv_lens=(40,), q_lens=(1,))) | {
-        "mask": torch.ones(1, 1, 2, dtype=torch.uint16)
-    }
-    found = features_of_call(DECODE, one_row, CallLog()).features
+    one_row = arguments_of(replace(PLAIN, kv_lens=(40,), q_lens=(1,)))
+    found = features_of_call(DECODE, one_row | {"mask": torch.ones(1, 1, 2, dtype=torch.uint16)}, CallLog()).features
     assert ("mask" in found, "odd_mask_words" in found) == (True, False)
 
 
@@ -544,50 +522,40 @@ def test_shares_of_rows_may_be_whole_and_uneven(q_lens: tuple[int, int], padding
 
 
 @pytest.mark.parametrize(
-    ("cells", "lens", "follows"),
+    ("kv_len", "cells", "lens", "features"),
     [
-        ([4, 5, 6, 7, -1], 4, False),
-        ([4, 5, 6, 7, 8], 4, True),
-        ([4, 5, 6, 7, 8], 5, False),
-        ([4, -1, 6, -1, -1], 3, False),
-        ([4, 5, 6, -1, 8], 3, True),
-        ([4, -1, -1, 0, -1], 3, True),
+        # Entries may follow the columns in use.
+        (20, [4, 5, 6, 7, -1], [4], ""),
+        (20, [4, 5, 6, 7, 8], [4], "entry_after_last unused_first_columns"),
+        (20, [4, 5, 6, 7, 8], [5], ""),
+        (20, [4, -1, 6, -1, -1], [3], ""),
+        (20, [4, 5, 6, -1, 8], [3], "entry_after_last unused_first_columns"),
+        (20, [4, -1, -1, 0], [3], "entry_after_last unused_first_columns"),
+        # Rows may use equally many columns or not.
+        (200, [0] * 128, [64, 64], "entry_after_last unused_first_columns"),
+        (200, [0] * 128, [128, 64], "columns_differ entry_after_last unused_first_columns"),
+        (200, [0] * 128, [64, 128], "columns_differ entry_after_last unused_first_columns"),
+        # Blocks of 32 and 64 columns.
+        (200, [1] * 48, [32], "entry_after_last unused_first_columns"),
+        (200, [*[1] * 32, *[-1] * 16], [20], "entry_after_last unused_first_columns"),
+        (200, [*[-1] * 32, 1, *[-1] * 31], [64], "empty_block_of_32"),
+        (200, [*[-1] * 64, 1, *[-1] * 63], [128], "empty_block_of_32 empty_block_of_64"),
+        (200, [1, *[-1] * 62, 1], [64], ""),
+        (200, [1, *[-1] * 63], [64], ""),
+        # Of the first 128 columns, some are not in use and hold entries.
+        (200, [*[1] * 128, *[-1] * 16], [112], "entry_after_last unused_first_columns"),
+        (200, [1] * 144, [128], "entry_after_last"),
+        (200, [*[1] * 112, *[-1] * 32], [112], ""),
     ],
 )
-def test_what_follows_the_columns_in_use_is_a_feature(cells: list[int], lens: int, follows: bool) -> None:
-    arguments = sparse_arguments(latent_batch([1], [20]), [[0] * 5], lens=[lens])
-    arguments["block_tables"] = torch.tensor([[cells]], dtype=torch.int32)
+def test_the_columns_of_a_request_s_rows_are_features(
+    kv_len: int, cells: list[int], lens: list[int], features: str
+) -> None:
+    names = {"entry_after_last", "unused_first_columns", "empty_block_of_32", "empty_block_of_64", "columns_differ"}
+    arguments = sparse_arguments(latent_batch([len(lens)], [kv_len]), [[0] * len(cells)] * len(lens), 256, lens=lens)
+    arguments["block_tables"] = torch.tensor([[cells] * len(lens)], dtype=torch.int32)
     (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    assert ("entry_after_last" in only, only["most_columns"]) == (follows, lens)
-
-
-@pytest.mark.parametrize(("lens", "differ"), [([64, 64], False), ([128, 64], True), ([64, 128], True)])
-def test_rows_use_numbers_of_columns(lens: list[int], differ: bool) -> None:
-    arguments = sparse_arguments(latent_batch([2], [200]), [[0] * 128] * 2, 256, lens=lens)
-    (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    assert ("columns_differ" in only) is differ
     assert (only["fewest_columns"], only["most_columns"]) == (min(lens), max(lens))
-
-
-@pytest.mark.parametrize(
-    ("columns", "lens", "features"),
-    [
-        ([1] * 48, 32, ""),
-        ([*[1] * 32, *[-1] * 16], 20, ""),
-        ([*[-1] * 32, 1, *[-1] * 31], 64, "empty_block_of_32"),
-        ([*[-1] * 64, 1, *[-1] * 63], 128, "empty_block_of_32 empty_block_of_64"),
-        ([1, *[-1] * 62, 1], 64, ""),
-        ([1, *[-1] * 63], 64, ""),
-        ([*[1] * 128, *[-1] * 16], 112, "unused_first_columns"),
-        ([*[1] * 144], 128, ""),
-        ([*[1] * 112, *[-1] * 32], 112, ""),
-    ],
-)
-def test_blocks_of_columns_are_features(columns: list[int], lens: int, features: str) -> None:
-    arguments = sparse_arguments(latent_batch([1], [200]), [[0] * len(columns)], 256, lens=[lens])
-    arguments["block_tables"] = torch.tensor([[columns]], dtype=torch.int32)
-    (only,) = features_of_call(MLA, arguments, CallLog()).of_requests
-    names = {"empty_block_of_32", "empty_block_of_64"} | ({"unused_first_columns"} if len(columns) > 128 else set())
     assert names & only.keys() == {*features.split()}
 
 
@@ -629,46 +597,39 @@ def test_pools_of_two_page_sizes_are_a_feature() -> None:
         assert found["other_page_size"] is (page_size > problem.page_size)
 
 
-@pytest.mark.parametrize(("lens", "page_size", "fills"), [((5, 13), 16, True), ((5, 14), 16, False), ((13,), 1, False)])
-def test_keys_and_steps_of_a_draft_that_fill_pages_are_a_feature(
-    lens: tuple[int, ...], page_size: int, fills: bool
-) -> None:
-    case = DraftListsCase(lens, num_steps=3, topk=2, page_size=page_size)
-    assert ("steps_fill_pages" in features_of_case(case).features) is fills
-
-
 @pytest.mark.parametrize(
-    ("lens", "page_size", "steps", "reaches"),
+    ("case", "features"),
     [
-        ((5, 14), 16, 3, True),
-        ((5, 13), 16, 3, False),
-        ((32,), 16, 17, False),
-        ((14,), 1, 3, False),
-        ((2,), 16, 15, True),
+        # Keys and the steps of a draft may fill pages, and the last page of a prefix may make the steps reach another.
+        (DraftListsCase((5, 13), topk=2, page_size=16), "steps_fill_pages"),
+        (DraftListsCase((5, 14), topk=2, page_size=16), "steps_reach_page"),
+        (DraftListsCase((2,), num_steps=15, topk=2, page_size=16), "steps_reach_page"),
+        (DraftListsCase((32,), num_steps=17, topk=2, page_size=16), ""),
+        (DraftListsCase((13,), topk=2), ""),
+        (DraftListsCase((14,), topk=2), ""),
+        # Prefixes are compared with the window and the sinks.
+        (DraftListsCase((4, 0), window_size=4, sink_size=2), "shorter_than_window"),
+        (DraftListsCase((5, 0), window_size=4, sink_size=2), "shorter_than_window window_meets_sinks"),
+        (DraftListsCase((6, 0), window_size=4, sink_size=2), ""),
+        (DraftListsCase((1,), window_size=0, sink_size=2), ""),
+        (DraftListsCase((3,), window_size=4, sink_size=0), "shorter_than_window"),
+        # Tokens that seq_lens leaves out, and padding rows, may reach a new page.
+        (VERIFY, ""),
+        (replace(VERIFY, prefix_lens=(13, 1)), "uncounted_reach_page"),
+        (replace(VERIFY, prefix_lens=(16, 1)), "uncounted_reach_page"),
+        (replace(VERIFY, prefix_lens=(13, 1), mode=ForwardMode.EXTEND), ""),
+        (DRAFT_EXTEND, ""),
+        (replace(DRAFT_EXTEND, prefix_lens=(13, 1)), "padding_reaches_page"),
+        (replace(DRAFT_EXTEND, prefix_lens=(15, 1)), "padding_reaches_page"),
+        (replace(DRAFT_EXTEND, prefix_lens=(16, 1)), ""),
+        (replace(DRAFT_EXTEND, prefix_lens=(13, 1), q_lens=(4, 4)), ""),
     ],
+    ids=repr,
 )
-def test_the_last_page_of_a_prefix_may_make_the_steps_reach_another(
-    lens: tuple[int, ...], page_size: int, steps: int, reaches: bool
-) -> None:
-    case = DraftListsCase(lens, num_steps=steps, topk=2, page_size=page_size)
-    assert ("steps_reach_page" in features_of_case(case).features) is reaches
-
-
-@pytest.mark.parametrize(
-    ("lens", "window_size", "sink_size", "features"),
-    [
-        ((4, 0), 4, 2, "shorter_than_window"),
-        ((5, 0), 4, 2, "shorter_than_window window_meets_sinks"),
-        ((6, 0), 4, 2, ""),
-        ((1,), 0, 2, ""),
-        ((3,), 4, 0, "shorter_than_window"),
-    ],
-)
-def test_prefixes_are_compared_with_the_window_and_the_sinks(
-    lens: tuple[int, ...], window_size: int, sink_size: int, features: str
-) -> None:
-    found = features_of_case(DraftListsCase(lens, window_size=window_size, sink_size=sink_size)).features
-    assert {"shorter_than_window", "window_meets_sinks"} & found.keys() == {*features.split()}
+def test_a_builder_s_case_has_features_of_its_lengths_and_pages(case: Any, features: str) -> None:
+    names = {"steps_fill_pages", "steps_reach_page", "shorter_than_window", "window_meets_sinks"}
+    names |= {"uncounted_reach_page", "padding_reaches_page"}
+    assert names & features_of_case(case).features.keys() == {*features.split()}
 
 
 @pytest.mark.parametrize(("lens", "fewest", "is_more"), [([2, 3], 2, False), ([1, 4], 1, True), ([3, 3], 3, True)])
@@ -890,21 +851,6 @@ def test_a_forward_mode_has_features() -> None:
     assert found(ForwardMode.DRAFT_EXTEND) == named(extend)
     for mode, is_prefill in ((ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)):
         assert ("prefill" in features_of_case(ForwardCase(mode, "tiny", (3,), (1,))).features) is is_prefill
-
-
-@pytest.mark.parametrize(("prefix", "reaches"), [(12, False), (13, True), (16, True)])
-def test_tokens_that_seq_lens_leaves_out_may_reach_a_new_page(prefix: int, reaches: bool) -> None:
-    case = MetadataCase(ForwardMode.TARGET_VERIFY, (prefix, 1), (4, 4), page_size=16, rows=4)
-    assert ("uncounted_reach_page" in features_of_case(case).features) is reaches
-    counted = replace(case, mode=ForwardMode.EXTEND)
-    assert "uncounted_reach_page" not in features_of_case(counted).features
-
-
-@pytest.mark.parametrize(("prefix", "reaches"), [(12, False), (13, True), (15, True), (16, False)])
-def test_padding_rows_may_reach_a_new_page(prefix: int, reaches: bool) -> None:
-    case = MetadataCase(ForwardMode.DRAFT_EXTEND, (prefix, 1), (1, 4), page_size=16)
-    assert ("padding_reaches_page" in features_of_case(case).features) is reaches
-    assert "padding_reaches_page" not in features_of_case(replace(case, q_lens=(4, 4))).features
 
 
 @pytest.mark.parametrize(
