@@ -60,6 +60,7 @@ def test_an_output_that_another_stream_still_writes_is_wrong(
     run.call(inputs)
     said = [] if is_finished else ["its output was still written after the call"]
     assert [each.split(":")[0] for each in run.wrongs] == said
+    assert [each.held for each in run.results] == ["other"] * len(said)
 
 
 def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, truth: Truth) -> None:

@@ -14,7 +14,7 @@ from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
 from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _features_of, _units, diagnose
 from lab.checks.explain.features import feature_named
 from lab.checks.explain.literal import Literal
-from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
+from lab.checks.run.verdicts import RETURNED, CheckedResult, Judged, WrongVector
 from lab.recorded.case import RecordedCase
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
@@ -394,37 +394,11 @@ def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ..
     assert all(word in found.sentence for word in words), found.sentence
 
 
-def test_what_is_returned_otherwise_in_each_call_is_a_matter_of_no_request() -> None:
-    class InFloat32:
-        @staticmethod
-        def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
-            """Return the output in float32, if the LSE is not asked for."""
-            found = references.trtllm_batch_decode_with_kv_cache(**arguments)
-            return found if arguments.get("return_lse") else found.to(torch.float32)
-
-    found = diagnosis_of(InFloat32(), "K1", "K18")
-    (region,) = (region for region in found.regions if region.held == "other")
-    assert {literal.feature for literal in region.literals} == {"return_lse", "out_dtype"}  # float32 may be requested
-
-
 def test_the_references_are_right() -> None:
     decode = {AttentionCall.DECODE.value: references.trtllm_batch_decode_with_kv_cache}
     found = diagnosis_of(type("Right", (), {name: staticmethod(function) for name, function in decode.items()})(), "K1")
     assert found.sentence.startswith("Right for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in ")
     assert not found.regions
-
-
-def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> None:
-    """A bug does not show in each result that meets its condition: what tells where it shows is no part of the rule."""
-    report = judge(
-        kernel("length_rounded_up_to_page").implementation(),
-        functions=[AttentionCall.DECODE.value],
-        only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
-        ranges=SMALL,
-        drawn=0,
-        device="cpu",
-    )
-    assert [region.rule for region in report.diagnosis.regions] == ["partial_page"]
 
 
 def with_mask_and_sinks(*counts: int) -> list[CaseVerdict]:
@@ -479,11 +453,14 @@ def test_a_region_of_several_results_keeps_its_conditions() -> None:
     assert (len(region.literals), region.where[:9]) == (2, "wherever ")
 
 
-def test_a_call_that_returns_has_the_features_of_requests_without_keys_too() -> None:
-    """A failed call has them; if a right call lacked them, every failure would seem to be of such requests."""
+@pytest.mark.parametrize(("held", "name"), [("return", "the call"), ("other", RETURNED)])
+def test_a_call_that_returns_has_the_features_of_requests_without_keys_too(held: str, name: str) -> None:
+    """A failed call has them; if a right call lacked them, every failure would seem to be of such requests. What a call returns
+    otherwise, such as a dtype, is a matter of no request either.
+    """
     requests = (({"kv_len": 9}, False), ({"no_keys": True}, False))
     right = [CheckedResult("the call", "output", {}, False, requests[: 1 + number % 2]) for number in range(40)]
-    failed = [CheckedResult("the call", "return", {"kv_len": 9, "no_keys": True}, True)] * 8
+    failed = [CheckedResult(name, held, {"kv_len": 9, "no_keys": True}, True)] * 8
     (region,) = diagnose([verdict(number, each) for number, each in enumerate([*right, *failed])]).regions
     assert (region.rule, region.wrong, region.results, region.outside) == ("no_keys", 8, 28, 20)
 
