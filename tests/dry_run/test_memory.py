@@ -14,8 +14,8 @@ from lab.dry_run.launches import KernelParams
 from lab.dry_run.machine import Machine
 from lab.kernels import trtllm
 from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
+from tests.devices import Operations
 from tests.kernels.test_adapter_memory import CALLS, COUNTING
-from tests.kernels.test_trtllm_adapter import Operations
 
 pytestmark = [
     pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built())),

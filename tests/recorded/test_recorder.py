@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
 from lab.calls.problem import E4M3
@@ -23,6 +22,7 @@ from lab.checks import Outcome
 from lab.recorded import Recorder, Triggers, recorded_cases
 from lab.recorded import recorder as recorder_module
 from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, arguments_of
+from tests.devices import Operations
 from tests.recorded.fake_kernels import Engine, decode_kernel, outcomes
 from tests.recorded.record_calls import decode_arguments, latent_arguments
 
@@ -382,26 +382,16 @@ def test_calls_of_several_threads_are_all_recorded(engine: Engine) -> None:
     assert sorted(_numbers(engine.folder)) == [*range(1, 33)]
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     "triggers", [Triggers(every=1000), Triggers(layers=(9,)), Triggers(from_s=1000, non_finite=True)]
 )
 def test_an_idle_recorder_runs_no_operation(engine: Engine, triggers: Triggers) -> None:
     arguments = decode_arguments()
     engine.use(lambda **_: arguments["query"])
-    with engine.recorded(triggers=triggers), _Counting() as counting:
+    with engine.recorded(triggers=triggers), Operations() as operations:
         for _ in range(20):
             engine.kernel(**arguments)
-    assert counting.count == 0
+    assert operations.names == []
 
 
 def test_traced_code_is_traced_as_without_the_recorder(engine: Engine) -> None:
