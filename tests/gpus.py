@@ -1,7 +1,7 @@
 """One GPU for each pytest-xdist worker. Imports nothing that could have made up its mind about GPUs before."""
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
 import pynvml
 
@@ -26,13 +26,9 @@ def visible_gpus(environment: MutableMapping[str, str] = os.environ) -> list[str
         pynvml.nvmlShutdown()
 
 
-def gpu_of_worker(worker: str, gpus: Sequence[str]) -> str:
-    """Of worker gw0, gw1, …: GPUs in turn, where there are more workers."""
-    return gpus[int(worker.removeprefix("gw")) % len(gpus)]
-
-
 def take_own_gpu(environment: MutableMapping[str, str] = os.environ) -> None:
     """In a worker, leave it one GPU: what it compiles, times and captures is then its own. Before CUDA is initialised."""
     gpus = visible_gpus(environment)
     if WORKER in environment and gpus:
-        environment[VISIBLE] = gpu_of_worker(environment[WORKER], gpus)
+        number = int(environment[WORKER].removeprefix("gw"))  # of gw0, gw1, …
+        environment[VISIBLE] = gpus[number % len(gpus)]  # in turn, where there are more workers

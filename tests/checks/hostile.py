@@ -105,10 +105,6 @@ class Mute(Exception):  # noqa: N818 - as `Odd`
         raise KeyboardInterrupt
 
 
-def _raise_mute() -> None:
-    raise Mute
-
-
 def _empty_modules() -> None:
     for name in [name for name in sys.modules if name.startswith("lab")]:
         del sys.modules[name]
@@ -138,7 +134,7 @@ closes_all_descriptors = _in_calls_of_group_3(lambda: os.closerange(3, 1000))
 removes_scratch_folders = _in_calls_of_group_3(_remove_scratch_folders)
 changes_folder = _in_calls_of_group_3(lambda: os.chdir("/"))
 removes_folder = _in_calls_of_group_3(_remove_working_folder)
-raises_mute = _in_calls_of_group_3(_raise_mute)
+raises_mute = _in_calls_of_group_3(raising(Mute()))
 kills_its_group = _in_calls_of_group_3(lambda: os.killpg(0, signal.SIGTERM))
 empties_modules = _in_calls_of_group_3(_empty_modules)
 kills_its_process = _in_calls_of_group_3(lambda: os.kill(os.getpid(), signal.SIGKILL))

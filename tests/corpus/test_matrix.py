@@ -24,6 +24,7 @@ from lab.checks.run.judging import run_case
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome
 from lab.files import read_json, without_suffix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json.gz"
 CPU = torch.device("cpu")
 # What is right of each kind; SplitKV of attention.
@@ -51,14 +52,6 @@ def records() -> dict[str, dict[str, Any]]:
 @functools.cache
 def check_of(key: str) -> Check:
     return next(check for check in checks() if check.key == key)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache  # several mutants are recorded with one case

@@ -17,6 +17,7 @@ from lab.checks.report import Report
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks.small import SMALL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 B, H, E = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # Every argument of a call, on few sizes.
 RANGES = replace(
@@ -33,14 +34,6 @@ RANGES = replace(
 )
 CHECKS = ("K1", "K2", "K3", "K13", "M3")  # those in which arithmetic shows
 SAMPLED = 3  # kernels that are judged without --whole-corpus
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sample() -> list[str]:

@@ -13,6 +13,7 @@ Blocks of text are output, and may hold no command. Python that a page's blocks 
 import ast
 import importlib
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -201,17 +202,10 @@ def resolve(name: str) -> object:
     Raises:
         PageError: there is no such thing.
     """
-    module, _, rest = name.partition(".")
-    found: object = importlib.import_module(module)
-    for part in rest.split(".") if rest else ():
-        module = f"{module}.{part}"
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                raise PageError(f"there is no {name}") from error
-        found = getattr(found, part)
-    return found
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise PageError(f"there is no {name}") from error
 
 
 def refuse_commands(text: str) -> None:

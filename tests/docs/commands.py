@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,14 +68,7 @@ def check_command(command: str, folder: Path) -> None:
 
 
 def _parts(words: Sequence[str]) -> Iterator[list[str]]:
-    part: list[str] = []
-    for word in [*words, "&&"]:
-        if word == "&&":
-            if part:
-                yield part
-            part = []
-        else:
-            part.append(word)
+    return (list(part) for is_end, part in groupby(words, "&&".__eq__) if not is_end)
 
 
 def _refuse_absent_files(words: Sequence[str], folder: Path) -> None:
@@ -195,21 +190,12 @@ def _refuse_unknown_scenarios(names: Iterable[str]) -> None:
             raise PageError(str(error)) from error
 
 
-class _Collected:
-    """A plugin that notes what an inner pytest was told."""
-
-    def __init__(self) -> None:
-        self.option = argparse.Namespace()
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        self.option = config.option
-
-
 def _check_pytest(arguments: Sequence[str]) -> None:
     """Collect, and run nothing. Without arguments it is the whole suite, which is what runs this."""
     if not arguments:
         return
-    noted, said = _Collected(), io.StringIO()
+    options, said = dict[str, Any](), io.StringIO()
+    noted = SimpleNamespace(pytest_configure=lambda config: options.update(vars(config.option)))
     settings = ["--collect-only", "--quiet", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}"]
     with redirect_stdout(said), redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -218,7 +204,7 @@ def _check_pytest(arguments: Sequence[str]) -> None:
         status = pytest.main([*arguments, *settings], plugins=[noted])
     if status != pytest.ExitCode.OK:
         raise PageError(f"pytest collects nothing, {status!r}: {said.getvalue().strip()[-500:]}")
-    _check_namespace(vars(noted.option))
+    _check_namespace(options)
 
 
 def _check_make(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "docs" / "api"
-PACKAGES = (*("references", "kernels", "metadata", "workloads", "checks", "timing", "dry_run", "reports"),)
+PACKAGES = ("references", "kernels", "metadata", "workloads", "checks", "timing", "dry_run", "reports")
 # What a browser fetches by itself: scripts, styles, pictures and frames, but no link that a reader may follow.
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source|video|audio|embed)[^>]*\ssrc=[\"']?((?:https?:)?//[^\"'\s>]+)"

@@ -115,13 +115,9 @@ def _times(factor: float) -> Callable[[Any], Any]:
     return lambda returned: (returned[0] * factor, returned[1]) if isinstance(returned, tuple) else returned * factor
 
 
-def _always(_: Mapping[str, Any]) -> bool:
-    return True
-
-
 def _wrong(
     then: Callable[[Any], Any],
-    where: Callable[[Mapping[str, Any]], bool] = _always,
+    where: Callable[[Mapping[str, Any]], bool] = lambda _: True,
     of: Callable[..., Any] = references.trtllm_batch_decode_with_kv_cache,
 ) -> Callable[..., Any]:
     """Return a function that is right, except where a condition of its arguments holds: there its result is changed."""

@@ -5,34 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
+from lab.checks import AttentionCase, CaseVerdict, Outcome, judge
 from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _features_of, _units, diagnose
 from lab.checks.explain.features import feature_named
 from lab.checks.explain.literal import Literal
 from lab.checks.run.verdicts import RETURNED, CheckedResult, Judged, WrongVector
 from lab.recorded.case import RecordedCase
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
+from tests.checks.small import SMALL
 
 CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
-SMALL = Ranges(
-    dtypes=((torch.bfloat16, torch.bfloat16),),
-    groups=(1, 2),
-    num_kv_heads=(1, 2),
-    head_dims=(64,),
-    page_sizes=(16, 32),
-    q_lens=(1, 2, 3),
-    kv_layouts=("HND",),
-    nvfp4=(False,),
-    long_requests=(300,),
-    large_batches=(5,),
-    masked_rows=(4,),
-    longest=100,
-)
+SEVERAL = replace(SMALL, groups=(1, 2), num_kv_heads=(1, 2), page_sizes=(16, 32), q_lens=(1, 2, 3), longest=100)
+RANGES = replace(SEVERAL, windows=(False, True), sinks=(False, True))
 
 
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
@@ -45,6 +33,11 @@ def result(rows: int, *, wrong: bool, held: str = "output", **features: Any) -> 
     vector = WrongVector("row 0 (request 0), head 1", (1.0, 2.0), (3.0, 4.0)) if wrong else None
     given = {"rows_of_batch": rows, **features}
     return CheckedResult("the call", held, given, wrong, (({"q_len": rows}, wrong), ({"q_len": 1}, False)), vector)
+
+
+def region(name: str, held: str, **more: Any) -> Region:
+    smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
+    return Region((Literal(name, "is"),), held, 4, 4, 5, 6, smallest, **more)
 
 
 def test_results_are_counted_and_the_smallest_is_shown() -> None:
@@ -250,11 +243,7 @@ def test_a_corner_follows_all_that_engines_send_and_is_told_apart() -> None:
     found = diagnose([judged(n, kinds[n % 2], corner=n % 3 > 0) for n in range(120)])
     assert [(region.held, region.is_corner) for region in found.regions] == [("bits", False), ("output", True)]
 
-    def region(name: str, held: str, is_corner: bool) -> Region:
-        smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
-        return Region((Literal(name, "is"),), held, 4, 4, 5, 6, smallest, is_corner=is_corner)
-
-    later = [region("mask", "output", False), region("sinks", "output", True), region("no_keys", "output", False)]
+    later = [region("mask", "output"), region("sinks", "output", is_corner=True), region("no_keys", "output")]
     for chosen, says in (
         (
             later[:2],
@@ -263,7 +252,7 @@ def test_a_corner_follows_all_that_engines_send_and_is_told_apart() -> None:
         (later[1:2], "the output is wrong wherever sinks are given, which no engine sends."),
         (later[::2], "the output is wrong wherever a draft mask is given or wherever a request has no keys."),
     ):
-        assert _broken([region("has_window", "return", False), *chosen], 0, True).endswith(f"(4 of 4 results); {says}")
+        assert _broken([region("has_window", "return"), *chosen], 0, True).endswith(f"(4 of 4 results); {says}")
 
 
 def test_the_smallest_case_is_one_that_an_engine_sends() -> None:
@@ -309,10 +298,6 @@ def test_of_several_wrong_cases_the_smallest_with_a_vector_is_shown() -> None:
 
 
 def test_a_sentence_names_the_first_region_and_two_more_of_each_kind() -> None:
-    def region(name: str, held: str) -> Region:
-        smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
-        return Region((Literal(name, "is"),), held, 4, 4, 5, 6, smallest)
-
     assert _broken([region("mask", "bits"), region("sinks", "output")], 0, True) == (
         "An equal call returns different bits wherever a draft mask is given (4 of 4 results); the output is wrong wherever "
         "sinks are given."
@@ -374,7 +359,7 @@ def test_a_measured_record_says_which_region_names_the_trigger() -> None:
 
 
 def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
-    return judge(implementation, ranges=SMALL, only=only, drawn=0, device="cpu").diagnosis
+    return judge(implementation, ranges=RANGES, only=only, drawn=0, device="cpu").diagnosis
 
 
 @pytest.mark.parametrize(

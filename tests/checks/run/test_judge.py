@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,18 +34,10 @@ from lab.workloads.interfaces import INTERFACES
 from tests.checks import someone_elses
 from tests.checks.small import SMALL, declining_if, decoding, twice_as_large_if
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), group=2)
 INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The cases are small: threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def judged(implementation: Any, *only: str, **how: Any) -> Report:
@@ -71,12 +63,11 @@ def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
     ids=["module", "name", "name inside", "object"],
 )
 def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> None:
-    report = judged(implementation)
+    report = judged(implementation, functions=("decode",))
     assert report.is_right
-    cases = [verdict for verdict in report.verdicts if verdict.interface is AttentionCall.DECODE]
     # Each case once, once more with the LSE, and those of loud values with a small e4m3 output.
-    loud = sum(verdict.case.contents is Contents.LOUD for verdict in cases)
-    assert sum(row.judged for row in report.rows if row.interface is AttentionCall.DECODE) == 2 * len(cases) + loud
+    loud = sum(verdict.case.contents is Contents.LOUD for verdict in report.verdicts)
+    assert sum(row.judged for row in report.rows) == 2 * len(report.verdicts) + loud
 
 
 @pytest.mark.parametrize(
