@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from lab import checks as everything
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import (
     AttentionCase,
@@ -382,14 +381,6 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     assert "K8 decomposition" in shown
     assert "draft_kv_indices" in shown
     assert ">999x" in shown
-
-
-def test_the_repr_of_every_fixed_case_makes_it_again() -> None:
-    names = {"torch": torch} | {name: getattr(everything, name) for name in everything.__all__}
-    for check in checks():
-        for interface in check.interfaces:
-            for case in check.cases(interface, SMALL, Level.SMOKE):
-                assert eval(repr(case), dict(names)) == case
 
 
 def test_the_repr_of_a_case_names_what_is_not_at_its_default() -> None:

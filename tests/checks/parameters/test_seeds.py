@@ -1,7 +1,6 @@
 """Another seed gives other cases, and the usual one those of each run."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import Level, Ranges, judge
 from lab.checks.properties import checks
-from lab.checks.record import read_record
 from tests.checks.small import SMALL
 
 NAMES = (AttentionCall.DECODE.value,)
@@ -39,23 +37,6 @@ def test_a_seed_reaches_the_fixed_cases(key: str) -> None:
     usual, same, other = (cases(replace(SMALL, seed=seed)) for seed in (0, 0, 1))
     assert usual == same
     assert not {*usual} & {*other}
-
-
-def test_a_report_names_its_seed_and_is_taken_up_with_it_alone(tmp_path: Path) -> None:
-    out, name = tmp_path / "report.json", "tests.checks.someone_elses"
-    new: list[bool] = []
-
-    def judged(seed: int) -> Any:
-        new.clear()
-        how: dict[str, Any] = {"only": "K5", "ranges": SMALL, "functions": NAMES, "device": "cpu", "drawn": 0}
-        return judge(name, progress=lambda progress: new.append(progress.is_new), seed=seed, out=out, **how)
-
-    judged(3)
-    assert read_record(out)["seed"] == 3
-    judged(3)
-    assert not any(new)
-    judged(4)
-    assert all(new)
 
 
 def test_a_seed_that_is_none_is_refused() -> None:
