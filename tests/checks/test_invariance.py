@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks import Outcome, Ranges, invariance
+from lab.checks import Outcome, Ranges, Report, invariance
 from lab.checks.properties.check import Level
 from lab.checks.properties.invariance import FACTORS, _judge
 from lab.checks.properties.k08_decomposition import halves, single_rows
@@ -24,7 +24,7 @@ from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks import dependent_kernels as kernels
 from tests.checks.dependent_kernels import divided
-from tests.checks.small import SMALL
+from tests.checks.small import SMALL, decoding
 from tests.devices import ON_GPU
 
 RANGES = replace(SMALL, page_sizes=(16, 32))
@@ -123,10 +123,15 @@ def test_a_required_factor_must_have_been_tried_with_the_same_bits() -> None:
     assert elsewhere.exit_status is ExitStatus.WRONG
 
 
+@cache
+def at_positions() -> Report:
+    return found_for(kernels.Parts(), "decode", factors=["position"]).report
+
+
 def test_a_requirement_is_not_met_by_some_cases_alone() -> None:
     """As of a kernel that has the same bits again only where it does not divide the keys."""
     right, untried = verdict(Outcome.RIGHT), verdict(Outcome.DECLINED, by_lab=True, declines=("other bits",))
-    report = found_for(kernels.Parts(), "decode", factors=["position"]).report
+    report = at_positions()
     found = Invariance(replace(report, verdicts=(right, untried, right)), ("position",))
     assert [(each.answer, each.required_answer) for each in found.unmet] == [(Answer.SAME, Answer.NOT_TRIED)]
     assert found.exit_status is ExitStatus.WRONG
@@ -140,14 +145,9 @@ def test_a_function_that_takes_no_call_meets_no_requirement_and_breaks_none() ->
     def refuse(**_: Any) -> None:
         raise NotImplementedError("nothing is supported")
 
-    kernel = kernels.Parts()
-    vars(kernel)["trtllm_batch_context_with_kv_cache"] = refuse
-
-    class Both:
-        trtllm_batch_decode_with_kv_cache = kernel.trtllm_batch_decode_with_kv_cache
-        trtllm_batch_context_with_kv_cache = staticmethod(refuse)
-
-    found = found_for(Both(), factors=["position"], require=["position"])
+    kernel = decoding(kernels.Parts().trtllm_batch_decode_with_kv_cache)
+    kernel.trtllm_batch_context_with_kv_cache = refuse
+    found = found_for(kernel, factors=["position"], require=["position"])
     assert not found.unmet
     assert found.exit_status is ExitStatus.NOT_JUDGED
 
@@ -166,8 +166,7 @@ def test_the_record_has_each_answer_with_its_smallest_case() -> None:
 
 
 def verdict(outcome: Outcome, **judged: Any) -> Any:
-    report = found_for(kernels.Parts(), "decode", factors=["position"]).report
-    (first, *_) = report.verdicts
+    (first, *_) = at_positions().verdicts
     return replace(first, judged=replace(first.judged, outcome=outcome, **judged))
 
 

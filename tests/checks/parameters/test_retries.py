@@ -263,10 +263,13 @@ OFFSETS_GIVEN = {"cum_seq_lens_q_given": True}
         ({"rank": 3, "ranks": 4, "q_len": 2, "return_lse": True}, "rank=3 of 4"),
         ({"longest_kv_len": 151}, "lengths=4100"),
         ({"longest_kv_len": 16500}, "lengths=16500"),
+        # Page tables are kept, and data that hide errors are not.
+        (features_of_case(WRONG_IN_K1).features | {"separate_tables": True}, "block_tables=separate"),
+        (features_of_case(WRONG_IN_K1).features | {"contents": "needles"}, "contents=random"),
     ],
 )
 def test_a_case_like_a_wrong_result_of_another_check_keeps_its_values(features: dict[str, Any], values: str) -> None:
-    function = AttentionCall.MLA_DECODE
+    function = AttentionCall.DECODE if "window_left" in features else AttentionCall.MLA_DECODE
     result = CheckedResult("the call", "output", features, wrong=True)
     judged = Judged(Outcome.WRONG, judged=1, results=(result,))
     verdict = CaseVerdict("a kernel", "K1", function, WRONG_IN_K1, "cpu", judged)
@@ -274,15 +277,6 @@ def test_a_case_like_a_wrong_result_of_another_check_keeps_its_values(features: 
     for each in re.findall(r"\w+=.+?(?= \w+=|$)", values):
         axis, _, value = each.partition("=")
         assert (axis, str(alike[axis])) == (axis, value)
-
-
-def test_a_case_like_a_wrong_result_has_its_page_tables_and_no_data_that_hide_errors() -> None:
-    features = features_of_case(WRONG_IN_K1).features | {"separate_tables": True, "contents": "needles"}
-    result = CheckedResult("the call", "output", features, wrong=True)
-    judged = Judged(Outcome.WRONG, judged=1, results=(result,))
-    verdict = CaseVerdict("a kernel", "K1", AttentionCall.DECODE, WRONG_IN_K1, "cpu", judged)
-    (alike,) = CHECK.nearby(Scope(AttentionCall.DECODE, Ranges(), Level.SMOKE), [verdict])
-    assert (alike["block_tables"], alike["contents"]) == ("separate", "random")
 
 
 def test_where_k18_is_right_k1_has_plainer_cases() -> None:

@@ -84,11 +84,14 @@ def decode(**values: Any) -> Configuration:
     return Configuration(AttentionCall.DECODE, values)
 
 
+def context(**values: Any) -> Configuration:
+    return Configuration(AttentionCall.CONTEXT, values)
+
+
 E4M3_VERIFY, E4M3_CASE = replace(VERIFY, kv_dtype=E4M3), replace(CASE, kv_dtype=E4M3)
 ONE_ROW, PROMPTS = (1, 1), AttentionCase(AttentionCall.CONTEXT, (64, 1, 129), (65, 2, 17))
 SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)"
 MIXED_PASS = ForwardCase(ForwardMode.EXTEND, "tiny", (3, 4), (2, 9), engine=Engine.VLLM, decode_threshold=2)
-PAGE_OFFSETS = Configuration(AttentionCall.CONTEXT, {"key_offsets": "pages"})
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
 TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
     findings.window_over_several_rows: [
@@ -121,16 +124,12 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (decode(dtypes="bf16/bf16", mask="tree", q_len=4), WRONG, False),
     ],
     findings.offsets_count_pages: [
-        (PAGE_OFFSETS, WRONG, True),
-        (PAGE_OFFSETS, "3 of 9 vectors are wrong", False),
-        (Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "page_size": 1}), WRONG, False),
-        (Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "lengths": "none first"}), WRONG, False),
-        (
-            Configuration(AttentionCall.CONTEXT, {**PAGE_OFFSETS.values, "lengths": "none first"}),
-            of_requests("1"),
-            True,
-        ),
-        (Configuration(AttentionCall.CONTEXT, {}), WRONG, False),
+        (context(key_offsets="pages"), WRONG, True),
+        (context(key_offsets="pages"), "3 of 9 vectors are wrong", False),
+        (context(key_offsets="pages", page_size=1), WRONG, False),
+        (context(key_offsets="pages", lengths="none first"), WRONG, False),
+        (context(key_offsets="pages", lengths="none first"), of_requests("1"), True),
+        (context(), WRONG, False),
         (MIXED_PASS, of_requests("1"), True),
         (MIXED_PASS, of_requests("0, 1"), False),  # request 0 is decoded
         (replace(MIXED_PASS, page_size=1), of_requests("1"), False),
@@ -173,8 +172,8 @@ TABLE: dict[Predicate, list[tuple[Any, str, bool]]] = {
         (CASE, of_requests("0, 1"), False),
         (CASE, of_requests("1"), True),
         (CASE, of_requests(""), False),
-        (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("0"), True),
-        (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("1"), False),
+        (context(lengths="none first"), of_requests("0"), True),
+        (context(lengths="none first"), of_requests("1"), False),
     ],
     findings.has_no_keys: [(CASE, "", True), (VERIFY, "", False)],
     findings.has_fewer_keys_than_rows: [

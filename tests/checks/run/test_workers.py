@@ -274,7 +274,6 @@ def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
             "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\nraise Mute\n",
             "cannot be imported: Mute: a message that cannot be made, for that raises ValueError (kernel.py, line 4)",
         ),
-        ("def broken(:\n", "cannot be imported: SyntaxError: invalid syntax (kernel.py, line 1)"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_a_sentence(
