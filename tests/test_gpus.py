@@ -67,18 +67,21 @@ def test_as_many_workers_as_gpus_each_with_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(TESTS)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     root = str(Path(__file__).parents[1])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "auto", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        env=clean
-        | {
-            "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b",
-            "SEEN": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join((str(tmp_path), root)),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    clean |= {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "SEEN": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    clean |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-n",
+        "auto",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
+    run = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert {path.name: path.read_text() for path in tmp_path.glob("gw*")} == {"gw0": "GPU-a", "gw1": "GPU-b"}

@@ -12,18 +12,7 @@ import torch
 from rich.console import Console
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import (
-    AttentionCase,
-    CaseVerdict,
-    Contents,
-    Dead,
-    Level,
-    Outcome,
-    Ranges,
-    Report,
-    Storage,
-    TableTail,
-)
+from lab.checks import AttentionCase, CaseVerdict, Contents, Dead, Level, Outcome, Ranges, Report, Storage, TableTail
 from lab.checks.properties import checks
 from lab.checks.record import read_case, read_cases
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
@@ -286,14 +275,11 @@ def test_each_region_has_a_command() -> None:
     names = ("mask", "sinks", "has_window", "not_causal", "out_given")
     verdicts = []
     for number in range(100):
-        result = CheckedResult(
-            "call", "output" if number % 5 < 3 else "LSE", {names[number % 5]: True}, number % 10 < 5
-        )
-        features = {**result.features, "return_lse": True} if number % 10 < 5 else {}
-        judged = Judged(
-            Outcome.WRONG if result.wrong else Outcome.RIGHT, judged=1, results=(replace(result, features=features),)
-        )
-        verdicts.append(verdict_of(judged.outcome, judged=judged, number=number, recorded_in="r.json"))
+        is_wrong, held = number % 10 < 5, "output" if number % 5 < 3 else "LSE"
+        features = {names[number % 5]: True, "return_lse": True} if is_wrong else {}
+        outcome = Outcome.WRONG if is_wrong else Outcome.RIGHT
+        judged = Judged(outcome, judged=1, results=(CheckedResult("call", held, features, is_wrong),))
+        verdicts.append(verdict_of(outcome, judged=judged, number=number, recorded_in="r.json"))
     report = report_of(*verdicts)
     lines = list(summary(report))
     assert len(report.diagnosis.regions) == sum("reproduce with: lab judge --case r.json#" in line for line in lines)

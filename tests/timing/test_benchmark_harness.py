@@ -106,23 +106,9 @@ def run_them(folder: Path, benchmarks: str, *options: str) -> Run:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(benchmarks)
     out = folder / "out.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-ra",
-            str(folder),
-            f"--rootdir={folder}",
-            f"--benchmark-json={out}",
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=inner_environment(),
-    )
+    settings = ["-ra", f"--rootdir={folder}", f"--benchmark-json={out}", *options]
+    command = [sys.executable, "-m", "pytest", str(folder), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=inner_environment())
     return Run(done.returncode, done.stdout, json.loads(out.read_text()))
 
 

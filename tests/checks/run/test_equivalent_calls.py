@@ -41,12 +41,35 @@ def xqa(
 XQA = decoding(xqa)
 
 
-def test_several_rows_without_a_mask_are_judged_with_the_causal_one() -> None:
-    verdict = judge_case(XQA, "K1", CASE, "cpu")
+def with_required_out(query: Any, kv_cache: Any, *, out: torch.Tensor, return_lse: bool = False, **given: Any) -> None:
+    if return_lse:
+        raise NotImplementedError("no LSE")
+    out.copy_(right(query, kv_cache, **given))
+
+
+def without_workspace_and_bound(
+    query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: float, bmm2_scale: float,
+    q_len_per_req: int = 1,
+) -> Any:  # fmt: skip
+    given = (block_tables, seq_lens, int(seq_lens.max()), bmm1_scale, bmm2_scale)
+    return right(query, kv_cache, None, *given, q_len_per_req=q_len_per_req)
+
+
+@pytest.mark.parametrize(
+    ("decode", "says"),
+    [
+        (
+            xqa,
+            "AssertionError: Mask is required for speculative decoding: judged with the causal mask of its rows instead",
+        ),
+        (with_required_out, "judged with an output handed out instead"),
+        (without_workspace_and_bound, "judged with no workspace_buffer and no max_seq_len instead"),
+    ],
+)
+def test_a_kernel_that_needs_another_spelling_is_judged_in_it(decode: Any, says: str) -> None:
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
     assert verdict.outcome is Outcome.RIGHT
-    assert verdict.judged.declines[0] == (
-        "AssertionError: Mask is required for speculative decoding: judged with the causal mask of its rows instead"
-    )
+    assert says in verdict.judged.declines[0]
 
 
 def test_a_block_sparse_call_that_is_refused_gets_no_mask() -> None:
@@ -71,17 +94,6 @@ def test_the_finding_of_flashinfer_s_decode_is_what_shows() -> None:
 def test_an_engine_s_pass_has_a_workspace_and_a_mask(case: ForwardCase) -> None:
     verdict = judge_forward(XQA, case, "cpu")
     assert verdict.outcome is Outcome.RIGHT, str(verdict)
-
-
-def test_an_output_that_is_required_is_handed_out() -> None:
-    def decode(query: Any, kv_cache: Any, *, out: torch.Tensor, return_lse: bool = False, **given: Any) -> None:
-        if return_lse:
-            raise NotImplementedError("no LSE")
-        out.copy_(right(query, kv_cache, **given))
-
-    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.RIGHT
-    assert "judged with an output handed out instead" in verdict.judged.declines[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
@@ -116,21 +128,6 @@ def test_a_kernel_without_sinks_window_and_out_runs_in_an_engine_s_pass() -> Non
     verdict = judge_forward(decoding(decode), case, "cpu")
     assert verdict.outcome is Outcome.RIGHT, str(verdict)
     assert "judged with its result copied into the output instead" in verdict.judged.declines[0]
-
-
-def test_a_kernel_needs_no_workspace_and_no_bound_of_lengths() -> None:
-    def decode(
-        query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: float, bmm2_scale: float,
-        q_len_per_req: int = 1,
-    ) -> Any:  # fmt: skip
-        longest = int(seq_lens.max())
-        return right(
-            query, kv_cache, None, block_tables, seq_lens, longest, bmm1_scale, bmm2_scale, q_len_per_req=q_len_per_req
-        )
-
-    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
-    assert verdict.outcome is Outcome.RIGHT
-    assert "judged with no workspace_buffer and no max_seq_len instead" in verdict.judged.declines[0]
 
 
 def test_a_refusal_names_no_argument_that_may_be_left_out() -> None:
