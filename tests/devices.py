@@ -21,18 +21,6 @@ IN_INTERPRETER = pytest.mark.skipif(
 DEVICES = [pytest.param("cpu", marks=IN_INTERPRETER), pytest.param("cuda", marks=ON_GPU)]
 
 
-class Operations(TorchDispatchMode):
-    """Notes every operation of torch, views included: on a GPU most of them launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **kwargs or {})
-
-
 @contextlib.contextmanager
 def synchronisation_is_an_error() -> Iterator[None]:
     """Any call that waits for the GPU raises."""
