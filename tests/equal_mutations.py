@@ -21,10 +21,6 @@ lab/calls/problem.py
 - return self.k_block_tables.dim() == 3
 + return self.k_block_tables.dim() >= 3
 = a call refuses a table that has not two or three dimensions
-lab/checks/explain/call_features.py
-- numbers = {name: sizes[name] or 0 for name in ("group", "num_kv_heads")}
-+ numbers = {name: sizes[name] or -1 for name in ("group", "num_kv_heads")}
-= a case without these sizes has no feature of them: -1 & -2 is below 0
 lab/checks/explain/diagnosis.py
 - share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
 + share = f" All share: {'; '.join(each.phrase('is', False) for each in shared[:MOST_SHARED])}." if shared else ""
@@ -41,15 +37,13 @@ lab/checks/explain/failure_rules.py
 + MOST_UNITS = 4001  # of wrong units, and of right units, in the sample in which rules are searched
 = it limits the search's effort
 ~ firsts, seconds = (np.array(side) for side in zip(*pairs, strict=True))
-~ costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)
 lab/checks/explain/feature.py
 - return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 + return _ALTERNATIVES.sub(lambda found: found[1 if operator <= "is" else 2], self.text)
 = a condition has the tests is and is not alone
+lab/checks/explain/literal.py
+~ costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)
 lab/checks/explain/request_features.py
-- **{f"multiple_of_{keys}_keys": kv_len > 0 and kv_len % keys == 0 for keys in TILES},
-+ **{f"multiple_of_{keys}_keys": kv_len > 1 and kv_len % keys == 0 for keys in TILES},
-= 1 is no multiple of any
 - "after_no_keys": request > 0 and kv_lens[request - 1] == 0,
 + "after_no_keys": request > 0 and kv_lens[request - 1] <= 0,
 = a length is not negative
