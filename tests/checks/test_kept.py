@@ -111,6 +111,17 @@ def test_a_value_that_is_declined_is_left_out() -> None:
     assert {each.outcome for each in none} == {Outcome.DECLINED}
 
 
+@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale", "sinks"])
+def test_a_kernel_that_ignores_the_offset_of_a_small_tensor_reads_another_number(name: str) -> None:
+    """A kernel that checks its scales and sinks would refuse NaN, and the judge would not see that it is wrong."""
+    forms = {"bmm1_scale": "tensor [1]", "bmm2_scale": "0.9 as a tensor [1]", "sinks": "a part of others"}
+    given = built_call(Configuration(AttentionCall.DECODE, {name: forms[name]}, 1), Ranges(), CPU).given[name]
+    storage = given.as_strided((given.storage_offset() + len(given) + 1,), (1,), 0)
+    assert storage[0].isfinite()
+    assert storage[0] not in given
+    assert storage[-1].isnan()
+
+
 def test_a_call_shares_what_is_equal_and_what_it_writes_is_its_own() -> None:
     first, other = (
         built_call(Configuration(AttentionCall.DECODE, {"out": "given", **more}, 1), Ranges(), CPU)

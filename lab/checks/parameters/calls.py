@@ -39,6 +39,9 @@ PADDED_ROWS: dict[Any, float] = {
     **dict.fromkeys((Offsets.PADDED_WITH_NAN, RaggedPadding.NAN), math.nan),
 }
 LONGEST_OF_A_MODEL = 2**18  # keys
+# What lies in front of a scale or of sinks that are a part of a larger tensor: what a kernel reads that ignores the offset of
+# the tensor. It is not NaN, because a kernel may refuse NaN.
+OTHER_SCALE, OTHER_SINK = -3.0, 9.0
 
 
 def judge_call(run: CaseRun) -> None:
@@ -177,12 +180,14 @@ def _scales(call: BuiltCall) -> None:
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
     if shape is None:
         return value
-    return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
+    return embedded(torch.tensor([value], dtype=torch.float32, device=call.device), math.nan, before=OTHER_SCALE).view(
+        shape
+    )
 
 
 def _sinks(call: BuiltCall) -> None:
     if (sinks := call.inputs.sinks) is not None:
-        forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan)}
+        forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan, before=OTHER_SINK)}
         name = "sinks" if "sinks" in call.given else "attention_sinks"
         call.given[name] = forms.get(call.forms["sinks"], sinks)
 

@@ -140,7 +140,7 @@ class Sinks(TextEnum):
     NONE = "none"
     PER_HEAD = "per head"
     SOME_MINUS_INFINITY = "some minus infinity"
-    A_PART = "a part of others"  # a view of a larger tensor of NaN
+    A_PART = "a part of others"  # a view of a larger tensor of wrong sinks
     LIST = "list"
     TUPLE = "tuple"
 

@@ -13,10 +13,13 @@ GUARD_BYTE = 0xA5  # every byte of a guard; no kernel computes a number of these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def embedded(tensor: Tensor, value: float) -> Tensor:
-    """Return a copy of a tensor inside a larger vector filled with `value`, at an address that is no multiple of 16 bytes."""
+def embedded(tensor: Tensor, value: float, before: float | None = None) -> Tensor:
+    """Return a copy of a tensor inside a larger vector filled with `value`, at an address that is no multiple of 16 bytes. The
+    elements in front of the copy are `before`, if it is given.
+    """
     how: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device, "filling": value}
-    _, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
+    whole, part = surrounded(tensor.numel(), before=AROUND, after=AROUND, **how)
+    whole[:AROUND] = value if before is None else before
     return part.view(tensor.shape).copy_(tensor)
 
 
