@@ -79,7 +79,7 @@ class DSV4DecodeCall:
         compressed_kv_cache: the pool of compressed tokens, in the form of `swa_kv_cache`, whose page size may differ. Both
             pools may be the same tensor.
         sparse_topk_lens: int32 [num_rows], number of columns that each row uses, from 128 to num_columns. The number
-            includes the first 128 columns, also if they are -1 (1203). Columns after this number may contain any values.
+            includes the first 128 columns, even if they are -1 (1203). Columns after this number may contain any values.
         seq_lens: int32 [batch_size], number of tokens of each request, at least its number of rows (2673). It determines only
             the positions of rows: a row at position p uses only the first p + 1 of the first 128 columns (2017).
         out: where the output is written, the query's shape, contiguous. None makes a bfloat16 tensor for any dtype of the

@@ -66,7 +66,7 @@ class DecodeCall:
             for requests with different numbers of rows. Rows after the last offset are padding.
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. The draft is the
             request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Row j sees draft token
-            16 w + b if and only if bit b of its word w is set, also if this is its own token or a later one. Every row sees all
+            16 w + b if and only if bit b of its word w is set, even if this is its own token or a later one. Every row sees all
             keys before the draft. A window applies as well. Bits from q_len on have no meaning. None: rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.

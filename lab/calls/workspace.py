@@ -22,5 +22,5 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return False for trtllm-gen (also if "auto" selects it), whose counters are not in the workspace, else True."""
+    """Return False for trtllm-gen (even if "auto" selects it), whose counters are not in the workspace, else True."""
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

@@ -103,7 +103,7 @@ class CaseRun:
     output: SavedTensor | None = None  #: the saved output
     wrongs: list[str] = field(default_factory=list)  #: sentences about wrong results
     failures: list[str] = field(default_factory=list)  #: sentences about failed calls
-    declines: list[str] = field(default_factory=list)  #: sentences about refused calls, also if made in another form
+    declines: list[str] = field(default_factory=list)  #: sentences about refused calls, even if made in another form
     remarks: list[str] = field(default_factory=list)  #: notes for the reader; they do not make a result wrong
     suspicions: list[str] = field(default_factory=list)  #: notes that say why the inputs of the case may be wrong
     differences: list[BitDifference] = field(default_factory=list)  #: outputs with other bits than the first call's

@@ -210,7 +210,9 @@ SWEPT: Mapping[AttentionCall, SweptCall] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct calls: at most one non-default argument; all values of three together (`Model.triples`); random ones."""
+    """Yield calls (values of all arguments) without duplicates: first calls with at most one non-default argument; then, for
+    each three arguments in `Model.triples`, calls with all combinations of their values; then up to `drawn` random calls.
+    """
     model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
     grids = (
         model.completed(dict(zip(names, values, strict=True)))

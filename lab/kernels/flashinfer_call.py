@@ -45,7 +45,9 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call that launches no kernel: there are no query rows or keys. A run returns `returned(out, lse)`."""
+    """Return a prepared call that launches no kernel, for a problem without query rows or without keys. A run returns
+    `returned(out, lse)` without writing `out` and `lse`. If there are rows but no keys, the caller must fill these tensors.
+    """
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 

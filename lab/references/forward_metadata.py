@@ -233,7 +233,7 @@ def dsv4_forward_metadata(
         for seen in range(lasts[-1] - query_length(batch, i) + 1, lasts[-1] + 1):
             rows.append((request, max(seen, 1) if mode == "DRAFT_EXTEND_V2" else seen))
     if mode == "RAGGED_VERIFY" and rows:
-        # Padding rows: as in SGLang's Triton kernel, also if the last request has no rows
+        # Padding rows: as in SGLang's Triton kernel, even if the last request has no rows
         rows += [(int(batch.req_pool_indices[-1]), 1)] * (batch.num_tokens - len(rows))
     table, slots_of, windowed = [], {}, {}
     for request, most in dict(sorted(rows)).items():

@@ -1,4 +1,4 @@
-"""Write the report of a recorded benchmark run: report.md and, with the extra `plots`, two plots for each clock."""
+"""Write the report of a recorded benchmark run: report.md and, with the extra `plots`, two plots for each way of timing."""
 
 import importlib.util
 import re
@@ -72,7 +72,9 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, Any]:
-    """Return matplotlib figures by file name: for each clock and state of L2 a roofline plot, and one of time / least time."""
+    """Return matplotlib figures by file name: for each way of timing, such as "graph, L2 cold by rotation", a roofline plot and
+    a plot of the times divided by their floors (least possible times).
+    """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn = {}

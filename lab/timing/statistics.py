@@ -104,7 +104,7 @@ def compare_samples(
     """Compare two sets of samples of one call's time. The effect is the ratio of their medians.
 
     FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is
-    beyond the minimum effect. SAME: the whole interval lies within the minimum effect, also if the test is significant.
+    beyond the minimum effect. SAME: the whole interval lies within the minimum effect, even if the test is significant.
     UNSURE: everything else, such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The
     whole interval counts, because an estimate near the minimum effect changes its verdict from run to run. The rank test is
     needed because the interval of few samples is too narrow.

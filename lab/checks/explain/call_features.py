@@ -297,7 +297,7 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 class CallLog:
-    """The attention calls of one case so far, with which a new call is compared."""
+    """The earlier attention calls of one case. A new call is compared with these calls."""
 
     def __init__(self) -> None:
         self._lens: list[list[int]] = []  # seq_lens of each call
@@ -356,8 +356,10 @@ def _comparable(value: Any) -> Any:
 def features_of_call(
     interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
 ) -> CallFeatures:
-    """Return the features of a call that is about to be made, and record the call in `log`. The features of its case (`around`)
-    are added. If the arguments are invalid, the only features of the call itself are those that compare it with earlier calls.
+    """Record a call that is about to be made in `log`, and return its features: named properties, such as `kv_len`, from which
+    rules about wrong results are made. Add the features `around`, which the test case of the call has.
+
+    If the arguments are invalid, return only `around` and the features that compare the call with earlier calls of `log`.
     """
     earlier, of_case = log.read(arguments), kept(around or {})
     try:

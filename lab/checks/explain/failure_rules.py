@@ -60,8 +60,10 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def _shows(units: Sequence[Features], wrong: Bits) -> Bits:
-    """Return bool [units]: False for units with a value that hides errors. Such values are contents not in `SHOWING`, and
-    values of the parameters in `HIDING`, with which a smaller share of units is wrong than without any of these values.
+    """Return bool [units]: False for a unit (request or result) that has an input value by which errors may stay hidden.
+
+    Values under suspicion are contents not in `SHOWING`, and the parameter values in `HIDING`. A suspected value hides errors
+    if, of the units with this value, a smaller fraction is wrong than of the units without any suspected value.
     """
     tags = [
         {str(each.get("contents")), *(name for name in each if name.startswith(HIDING))} - SHOWING for each in units
@@ -78,7 +80,7 @@ def supported(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     Let n be the number of wrong results that meet the rule. A literal is proved by two cases: a wrong one that meets the rule,
     and a right one that violates only this literal and has one non-default parameter value less. A literal that is not proved
     is removed if it excludes too few results (fewer than `FEW` if n is below `FEW`, else fewer than `SHOWN_RIGHT * n` right
-    ones), or if n or more literals precede it. `result_of`, int [units], has each unit's result.
+    ones), or if n or more literals precede it. `result_of`, int [units], has the result of each unit (request or result).
     """
     holds = {literal: literal.holds(units) for literal in rule}
     every = np.ones_like(wrong)
@@ -117,7 +119,7 @@ def sharpened(rule: Rule, units: Sequence[Features], wrong: Bits, result_of: Bit
     A literal is added if it holds for all wrong units that meet the rule, and if the right cases that it excludes are more bits
     of evidence than it costs. Right cases that differ little from a wrong case (`_variants`) are the most evidence. A literal
     with another operator than "is" and ">=" must exclude such a case, or test the remainder of a number that the rule names.
-    `result_of`, int [units], has each unit's result.
+    `result_of`, int [units], has the result of each unit (request or result).
     """
     inside = np.flatnonzero(all_hold(rule, units))
     right_results = np.setdiff1d(result_of[inside], result_of[inside][wrong[inside]])

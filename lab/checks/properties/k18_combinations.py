@@ -93,7 +93,10 @@ def _model(scope: Scope) -> Model:
 
 
 def _with_declined_values(scope: Scope, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """For each value whose cases were all declined, yield cases that pair it with every value that has a judged case."""
+    """For each parameter value that the kernel declined in all cases, yield cases that pair it with each accepted value of the
+    other parameters, because the kernel may decline only some of these pairs. If a parameter has no accepted value, yield cases
+    for all pairs of values instead.
+    """
     model, seed = _model(scope), scope.ranges.seed
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:  # an axis has no judged value
@@ -292,7 +295,7 @@ def _varied(scope: Scope, subject: Configuration, wrong: Sequence[Configuration]
 def _resized(scope: Scope, subject: Configuration) -> list[Configuration]:
     """Return variants of a wrong case with two changed numbers. They show whether a relation of two numbers makes it wrong,
     such as a window shorter than a request's rows. The first number, which is no default, becomes the next smaller or the next
-    larger value of its axis. Of the values of the second number, use those with which the call computes least and most.
+    larger value of its axis. Of the values of the second number, use the two for which the call computes least and most.
     """
     model, chosen = _model(scope), list[Configuration]()
     sizes = {axis: sorted(each for each in values if type(each) is int) for axis, values in model.axes.items()}

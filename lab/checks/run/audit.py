@@ -33,9 +33,10 @@ NO_OUTPUT = "its worker called an audited case right and sent no output: the ker
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[list[CaseVerdict]]:
-    """Choose at random which of the cases judged RIGHT the audit judges again: for each function, up to `AUDITED` of the type
-    `Configuration` (a call as parameter values), and up to `AUDITED` of other types. Return a list of verdicts per function.
-    The cases of other types get new random seeds, which the kernel cannot know.
+    """Choose at random the right cases that the audit judges again. Return their verdicts, one list for each function.
+
+    A list has up to `AUDITED` cases of the class `Configuration`, and up to `AUDITED` cases of all other classes, such as
+    `ForwardCase`. Only the cases of other classes get new random seeds, which the kernel cannot know.
     """
     dice = random.SystemRandom()
     groups: dict[Any, tuple[list[CaseVerdict], list[CaseVerdict]]] = {}

@@ -135,7 +135,9 @@ def noted() -> Bindings:
 
 
 def note_current() -> None:
-    """Renew the record of the judge's functions and settings if they have changed. Call this only when no kernel is running."""
+    """Update the record (`noted`) that shows whether a kernel changed functions or settings of the judge. Call this before a
+    kernel is loaded or run: afterwards, changes by the kernel would enter the record, and would not be detected.
+    """
     if not noted().is_current():
         noted.cache_clear()
         noted()

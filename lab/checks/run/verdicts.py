@@ -130,7 +130,7 @@ class CaseVerdict:
 
     @property
     def is_wrong_alone(self) -> bool:
-        """Return whether the case is wrong, failed or dishonest, also if its process judges no other case."""
+        """Return True if the case is wrong, failed or dishonest, unless a repetition in a process of its own was right."""
         return self.outcome in BROKEN and self.judged.alone != "right"
 
     @property

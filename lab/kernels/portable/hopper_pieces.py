@@ -235,7 +235,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (absolute value of the logit scale, or LEAST_SCALE if this is larger; True if the scale is negative)."""
+    """Return (max(|s|, LEAST_SCALE), s < 0) for the scale s of logits in base 2. If s is NaN, the first value is NaN."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)

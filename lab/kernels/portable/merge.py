@@ -157,14 +157,14 @@ def merge_if_last(
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Count this program's arrival in `counter`, int32. Return True in the last of `expected` programs, which resets the
-    counter.
+    """Add 1 to `counter`, int32. Return True in the last of `expected` programs that do so. This program sets the counter to 0.
 
-    The last program reads what all other programs stored before they arrived, by PTX's memory model ("Causality Order"): the
-    barrier orders each thread's stores before the atomic of the first thread, which releases them to the GPU. All arrivals are
-    read-modify-writes of one counter, so the last arrival acquires what the earlier ones released, and invalidates the L1 of
-    its multiprocessor. The second barrier orders the atomic before the loads of all other threads. A launch ends before the
-    next launch's first arrival.
+    After the call, the last program can read what all programs stored before their calls, by PTX's memory model ("Causality
+    Order"). The first barrier of a program orders the stores of its threads before its atomic addition, which one thread makes
+    and which releases these stores to the GPU. The last addition acquires what all earlier additions to the counter released,
+    and invalidates the L1 of its multiprocessor. The second barrier orders the addition before later loads of all threads.
+
+    The reset needs no atomic: the next addition is made in the next launch, which begins only after this launch has ended.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1

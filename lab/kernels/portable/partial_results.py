@@ -67,7 +67,9 @@ def await_launch_before():
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the index of one of a share's two partial results: the second for the request and head whose first key it has."""
+    """Return the index in `PartialResults` at which program n = share * q_blocks + q_block stores its result for a request and
+    K/V head: 2 n + 1 if the program reads the first key of the request (`begins_unit`), 2 n if an earlier program reads it.
+    """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 

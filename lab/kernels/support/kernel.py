@@ -52,7 +52,9 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` for `size(problem)`, which must be one of `among`. The error sentence lists `among` after `words`."""
+    """Return `Sizes` for a kernel that supports only the values `among` of `size(problem)`. If `words` is "is built for
+    head_dim", an error sentence is "is built for head_dim 64 and 128, not 96".
+    """
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 

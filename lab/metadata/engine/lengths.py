@@ -65,7 +65,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
     if rows is QueryRows.ONE:
         return 1
     if rows is QueryRows.DRAFT_TOKENS:
-        # The kernel gets this number, also if padding made it differ from num_draft_tokens.
+        # The kernel gets this number, even if padding made it differ from num_draft_tokens.
         return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
     if rows.are_bounded and not batch.extend_seq_lens_cpu:
         return num_draft_tokens(batch)

@@ -136,8 +136,14 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change a call step by step, and yield after each step (what changed, changed call): give new values to scales in tensors,
-    then take sinks, mask, query, K and V of `other`, then K, V and page ids of `moved`. The calls agree in lengths and `forms`.
+    """Yield (what changed, changed call) after each step that changes tensors of a call, such as ("the query", call). Changes
+    of earlier steps stay. A check runs the changed calls by one CUDA graph or prepared call, which must read the new contents.
+
+    1. Scales in tensors get new values, one scale in each step.
+    2. Sinks, mask and query become those of `other`, one argument in each step, and then K and V (with the selected entries).
+    3. K, V and the page table become those of `moved`, which may use other pages than `call`.
+
+    Optional arguments that `call` lacks have no step. All three calls have the same lengths and `forms`.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:
