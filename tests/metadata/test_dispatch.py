@@ -307,9 +307,10 @@ def test_an_output_of_another_dtype_is_the_calls_own_and_padding_stays() -> None
     dtypes = CallDtypes(torch.float32, torch.float32)
     backend = TRTLLMMHABackend(lab.references, dtypes=dtypes, split_mixed_tail=True)
     for out in (same, other):
-        backend.prepare_attention(
+        attention = backend.prepare_attention(
             batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
-        )()
+        )
+        assert attention() is out
     assert torch.equal(same.double(), other)
     assert (other[7:] == 7.0).all()
     assert (other[:7] != 7.0).all()

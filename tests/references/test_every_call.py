@@ -91,6 +91,13 @@ def test_sinks(function: str, magnitude: float, sinks: list[float]) -> None:
     assert_same(run(function, arguments_of(function, batch, **rule)), expected(batch, **rule))
 
 
+@pytest.mark.parametrize(("q_lens", "window_left"), [([0, 0, 0], -1), ([5, 5, 5], 0), ([5, 5, 5], 49)])
+@each_call
+def test_no_row_and_windows_that_begin_before_the_first_key(function: str, q_lens: list[int], window_left: int) -> None:
+    batch, rule = batch_of(function, q_lens, [3, 5, 41]), {} if function == MLA else {"window_left": window_left}
+    assert_same(run(function, arguments_of(function, batch, **rule)), expected(batch, **rule))
+
+
 @pytest.mark.parametrize("wrap", [float, lambda value: torch.tensor([value]), torch.tensor])
 @each_call
 def test_scales_as_numbers_and_tensors(function: str, wrap: Callable[[float], Any]) -> None:
