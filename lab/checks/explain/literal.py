@@ -28,14 +28,14 @@ class Literal:
 
     @property
     def other(self) -> Number | None:
-        """The number with which the feature is compared, or None if it is compared with a value."""
+        """Return the number with which the feature is compared, or None if it is compared with a value."""
         feature = feature_named(self.feature)
         other = feature_named(self.value) if isinstance(feature, Number) and isinstance(self.value, str) else None
         return other if isinstance(other, Number) else None
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the features that the test reads."""
+        """Return the names of the features that the test reads."""
         return (self.feature,) if self.other is None else (self.feature, str(self.value))
 
     @property
