@@ -37,7 +37,7 @@ class NotedCalls:
 def is_same(one: Any, other: Any) -> bool:
     """Compare an argument of two calls: tensors by dtype and bits, each of several, or numbers."""
     if isinstance(one, tuple):
-        return all(map(is_same, one, other))
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and same_bits(one, other)
     return bool(one == other)

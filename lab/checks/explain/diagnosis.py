@@ -319,6 +319,8 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
         outside = ~inside & ~units.vacuous_with(rule)
         if found and not (wrong_inside & ~explained).any():
             continue  # the rule only holds for further requests of results that an earlier rule explains
+        if found and wrong_inside.sum() < min(FEW, inside.sum() / 2):
+            continue  # a rule for few wrong results, most of whose results are right, explains nothing
         explained |= wrong_inside
         of_region = [units.results[number] for number in np.flatnonzero(wrong_inside)]
         found.append(

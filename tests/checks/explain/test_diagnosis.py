@@ -10,6 +10,7 @@ from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, CaseVerdict, Outcome, judge
+from lab.checks.explain import diagnosis
 from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, _features_of, _units, diagnose
 from lab.checks.explain.features import feature_named
 from lab.checks.explain.literal import Literal
@@ -317,6 +318,24 @@ def test_a_rule_over_other_requests_of_the_same_results_has_no_region() -> None:
         verdict(n, replace(result(4, wrong=n % 2 > 0), requests=wrong if n % 2 else wrong[2:])) for n in range(40)
     ]
     assert len(diagnose(verdicts).regions) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "regions", "end"), [(2, ["sinks", "mask"], ""), (3, ["sinks"], "2 other results are wrong too.")]
+)
+def test_a_later_rule_for_few_results_holds_for_at_least_as_many_wrong_results_as_right_ones(
+    right: int, regions: list[str], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [(Literal("sinks", "is"),), (Literal("mask", "is"),)]
+    monkeypatch.setattr(diagnosis, "find_rules", lambda *_: rules)
+    monkeypatch.setattr(diagnosis, "supported", lambda rule, *_: rule)
+    monkeypatch.setattr(diagnosis, "sharpened", lambda rule, *_: rule)
+    several = [(True, False, True)] * 9 + [(False, True, True)] * 2 + [(False, True, False)] * right
+    found = diagnose(
+        [verdict(n, result(1, wrong=wrong, sinks=sinks, mask=mask)) for n, (sinks, mask, wrong) in enumerate(several)]
+    )
+    assert [each.rule for each in found.regions] == regions
+    assert found.broken.endswith(end)
 
 
 def test_where_every_recorded_call_is_wrong_the_plainest_conditions_that_all_share_are_named() -> None:
