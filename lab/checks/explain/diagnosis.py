@@ -317,10 +317,9 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
         wrong_inside = units.results_with(holds & units.wrong)
         inside = units.results_with(holds) if rule else np.ones_like(wrong)  # also results of vacuous requests
         outside = ~inside & ~units.vacuous_with(rule)
-        if found and not (wrong_inside & ~explained).any():
-            continue  # the rule only holds for further requests of results that an earlier rule explains
-        if found and wrong_inside.sum() < min(FEW, inside.sum() / 2):
-            continue  # a rule for few wrong results, most of whose results are right, explains nothing
+        explains_more = (wrong_inside & ~explained).any() and wrong_inside.sum() >= min(FEW, inside.sum() / 2)
+        if found and not explains_more:
+            continue  # all its wrong results meet an earlier rule, or they are few and most of its results are right
         explained |= wrong_inside
         of_region = [units.results[number] for number in np.flatnonzero(wrong_inside)]
         found.append(
