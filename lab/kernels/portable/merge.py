@@ -163,7 +163,6 @@ def arrives_last(counter, expected):
     Order"). The first barrier of a program orders the stores of its threads before its atomic addition, which one thread makes
     and which releases these stores to the GPU. The last addition acquires what all earlier additions to the counter released,
     and invalidates the L1 of its multiprocessor. The second barrier orders the addition before later loads of all threads.
-
     The reset needs no atomic: the next addition is made in the next launch, which begins only after this launch has ended.
     """
     tl.debug_barrier()
