@@ -71,7 +71,7 @@ def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], sizes: Features)
     rows, keys = 0, 0
     longest, num_rows, blocks = max(kv_lens, default=0), sum(q_lens), dict.fromkeys(ROW_BLOCKS, 0)
     for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
-        blocks = {rows: count + -(-q_len // rows) for rows, count in blocks.items()}
+        blocks = {size: count + -(-q_len // size) for size, count in blocks.items()}
         yield {
             "packed_rows": q_len * group if group else None,
             "work_items": (request + 1) * num_kv_heads or None,
@@ -88,7 +88,7 @@ def read_earlier(kv_lens: Sequence[int], q_lens: Sequence[int], sizes: Features)
             "after_shorter": fewest_keys < kv_len,
             "after_empty": 0 in (fewest_rows, fewest_keys),
             "fewer_tiles": -(-kv_len // TILE) < -(-longest // TILE),
-            **{f"late_block_of_{rows}": q_len > 0 and count > -(-num_rows // rows) for rows, count in blocks.items()},
+            **{f"late_block_of_{size}": q_len > 0 and count > -(-num_rows // size) for size, count in blocks.items()},
         }
         fewest_rows, fewest_keys, keys = min(fewest_rows, q_len), min(fewest_keys, kv_len), keys + kv_len
         rows += q_len

@@ -16,7 +16,7 @@ import torch
 from lab.checks.case_run import MOST_SAVED_ELEMENTS, USUAL_RANGES, CaseRun, Result
 from lab.checks.parameters.calls import built_call
 from lab.checks.parameters.models import FAMILIES, Configuration
-from lab.checks.run.judging import AUDITED_CHECKS, failure_of_the_lab, is_of_memory, memory_is_full
+from lab.checks.run.judging import AUDITED_CHECKS, is_of_memory, without_memory
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, dishonest
 from lab.checks.run.workers import Workers
 from lab.ranges import Ranges
@@ -116,9 +116,7 @@ def judge_output(case: Any, device: str, saved: SavedTensor | None, ranges: Rang
     except (MemoryError, RuntimeError) as error:
         if not is_of_memory(error):
             raise
-        return Judged(
-            Outcome.DECLINED, declines=(failure_of_the_lab(memory_is_full(type(error).__name__)),), by_lab=True
-        )
+        return without_memory(type(error).__name__)
     if saved is None:
         is_sent = truth.expected.numel() <= MOST_SAVED_ELEMENTS
         return Judged(Outcome.DISHONEST, (NO_OUTPUT,)) if is_sent else Judged(Outcome.DECLINED)

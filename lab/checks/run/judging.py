@@ -191,13 +191,13 @@ def run_case(
     except torch.AcceleratorError as error:  # an earlier launch failed; the error is raised at the next synchronization
         run.fail(str(raised(error)))
     except Exception as error:
-        kind = type(error).__name__
-        sentence, limit = f"{kind}: {error}", limit_of(error)
+        kind, limit, is_full = type(error).__name__, limit_of(error), is_of_memory(error)
+        sentence = f"{kind}: {error}"
         # What the kernel raised is a KernelError.
-        if run.kernel.count and not limit and not is_of_memory(error):
+        if run.kernel.count and not limit and not is_full:
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.decline(failure_of_the_lab(limit or (memory_is_full(kind) if is_of_memory(error) else sentence)))
+            run.decline(memory_is_full(kind) if is_full and not limit else failure_of_the_lab(limit or sentence))
             by_lab, run.judged = True, 0  # the results that were compared before say nothing about the remaining ones
     if run.wrongs and _explains(bf16, run):
         run.wrongs, run.results, run.judged = [], [], 0
@@ -223,7 +223,12 @@ def is_of_memory(error: Exception) -> bool:
 
 def memory_is_full(cause: str) -> str:
     # `cause` names an error or signal, without numbers that differ from case to case: equal reasons are counted together.
-    return f"no memory was left ({cause}): judge with fewer --workers"
+    return failure_of_the_lab(f"no memory was left ({cause}): judge with fewer --workers")
+
+
+def without_memory(cause: str) -> Judged:
+    """Return the judgement on a case that was not judged because no memory was left. `cause` as in `memory_is_full`."""
+    return Judged(Outcome.DECLINED, declines=(memory_is_full(cause),), by_lab=True)
 
 
 def _explains(bf16: Bf16, run: CaseRun) -> bool:

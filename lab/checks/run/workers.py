@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lab.checks.run import transport
-from lab.checks.run.judging import Refusals, Task, failure_of_the_lab, judge_task, memory_is_full, noted
+from lab.checks.run.judging import Refusals, Task, judge_task, noted, without_memory
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, TooLate, credible
 from lab.exit_status import ENDING_SIGNALS
 from lab.interpreter import quicken
@@ -242,8 +242,7 @@ class Workers:
             if (is_of_memory or error.exitcode == FORKS_ENDED) and attempts > 1:  # perhaps because of another case
                 return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
             if is_of_memory:
-                reason = failure_of_the_lab(memory_is_full(signal.SIGKILL.name))
-                return Judged(Outcome.DECLINED, declines=(reason,), by_lab=True)
+                return without_memory(signal.SIGKILL.name)
             # The kernel may have written the last words. They say why the case failed, and nothing else.
             if error.exitcode == SPOILED and last_words.is_file():
                 with last_words.open(errors="replace") as words:
